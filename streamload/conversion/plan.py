@@ -57,6 +57,7 @@ from streamload.formats.writer import (
 )
 from streamload.loading.load import split
 from streamload.planning.dequantize import all_names
+from streamload.planning.match import stated_by_tensors
 from streamload.planning.partition import Node
 from streamload.planning.quant_policy import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
 from streamload.planning.requests import DTypePolicy
@@ -383,24 +384,33 @@ def plan_conversion(
     wanted = wanted_of(chosen, fill, dtypes, options.quant)
     notes = kept_back(checkpoint, dtypes, options.policy)
     beside, left = files_beside(checkpoint)
+    settled = stated_by_tensors(chosen)
     model = Model(
         checkpoint.path,
-        checkpoint.config,
+        {**checkpoint.config, **{key: value for key, (value, _) in settled.items()}},
         wanted,
         checkpoint.metadata,
         {name: partial(content_of, file) for name, file in beside.items()},
         next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
         next((format for pattern, format in options.quant.rules if pattern == "*"), None),
         options.imatrix,
+        {key: reason for key, (_, reason) in settled.items()},
+        len(chosen.tensors) == len(checkpoint.tensors),
     )
     writer = options.writer(model)
     lists = all_entries(writer.tensors(), options.quant)
     _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
     notes += writer.notes()
+    said = {k: v for k, (v, _) in settled.items() if checkpoint.config.get(k) not in (None, v)}
+    notes += [
+        f"config.json has {key} {checkpoint.config[key]}, and {settled[key][1]}: it is {value} in "
+        "what is written"
+        for key, value in said.items()
+    ]
     if writer.keeps_companions:
         by_tensor = {each[0].info.name: each for listed in lists for each in listed}
         notes += options.notes
-        notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options)
+        notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options, said)
     else:
         beside = {name: file for name, file in beside.items() if name in writer.copied}
     parts, node_plans = _parts(chosen, options, lists)
@@ -467,11 +477,12 @@ def _follow(
     beside: dict[str, SmallFile],
     left: Sequence[str],
     options: ConvertOptions,
+    settled: Mapping[str, Any],
 ) -> list[str]:
     """Adapt config.json in the small files ``beside`` (by name) to the output tensors.
 
-    ``made``: output tensors by source tensor; ``left``: names of files that are not copied. Returns
-    sentences for users.
+    ``made``: output tensors by source tensor; ``left``: names of files that are not copied;
+    ``settled``: keys of config.json that tensors contradict. Returns sentences for users.
     """
     notes = []
     if left:
@@ -483,6 +494,7 @@ def _follow(
     said, quant_notes = described(
         checkpoint, made, main_dtype(checkpoint, dtypes), options.quant, options.verdict
     )
+    said |= settled
     notes += quant_notes
     if options.runtime is not None and checkpoint.config:
         names = [entries[0].name for entries in made.values()]

@@ -334,6 +334,8 @@ class Model:
         dtype: the dtype requested for all tensors; None without one, or with several by pattern.
         quant: the scheme requested for the pattern "*", or None.
         imatrix: the importance of matrices by GGUF's names; None if none is given.
+        by_tensors: by key of ``config`` whose value config.json lacks, why the tensors state it.
+        is_whole: whether no tensor was left out.
     """
 
     path: Location
@@ -344,6 +346,8 @@ class Model:
     dtype: DType | None = None
     quant: str | None = None
     imatrix: Mapping[str, Importance] | None = None
+    by_tensors: Mapping[str, str] = field(default_factory=dict)
+    is_whole: bool = True
 
     @cached_property
     def family(self) -> str:
@@ -378,7 +382,8 @@ class Model:
             found = self.config.get(key, known[0])
             if found not in known:
                 expected = " or ".join(map(repr, known))
-                self.refuse(f"{runtime} has no such {key} in config.json", expected, repr(found))
+                why = f": {self.by_tensors[key]}" if key in self.by_tensors else " in config.json"
+                self.refuse(f"{runtime} has no such {key}{why}", expected, repr(found))
 
     def take(self, found: Target | None, name: str, shape: tuple[int, ...], problem: str) -> Target:
         """Return ``found``, the tensor ``name``; raise CheckpointError if it is None.

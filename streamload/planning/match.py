@@ -8,15 +8,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import open_shard
 from streamload.codecs.scheme import SCHEMES, CodedWeight
+from streamload.codecs.weights import Packed, shape_in_models
 from streamload.core.computed import is_computed
 from streamload.core.location import Location
 from streamload.core.system import callers_level
-from streamload.core.tensors import Block, Columns, RowRange, RowTranspose, TensorInfo, byte_ranges
+from streamload.core.tensors import (
+    Block,
+    Columns,
+    RowRange,
+    RowTranspose,
+    TensorInfo,
+    byte_ranges,
+    whole,
+)
 from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter, Swap
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
@@ -24,7 +33,14 @@ from streamload.planning.blocks import cut
 from streamload.planning.placement import Placements
 from streamload.planning.quant_policy import QuantPolicy, coded_want, no_holder, quantised
 from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
-from streamload.planning.sources import Found, Source, Unchanged
+from streamload.planning.sources import (
+    HEADS,
+    Found,
+    Source,
+    Unchanged,
+    embedding_of,
+    is_language_model,
+)
 
 Shapes = Literal["error", "skip"]
 
@@ -544,3 +560,28 @@ def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
                         yield bytes(held)
                         held.clear()
     yield bytes(held)
+
+
+def stated_by_tensors(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
+    """Return settings of a language model that config.json has otherwise than its tensors.
+
+    By key: the value that the tensors state, and the reason for users. Reads a head and an
+    embedding that are both stored, until they differ: `Match.check_ties` compares them alike.
+    """
+    config, name = checkpoint.config, embedding_of(checkpoint)
+    is_other = bool(config.get("architectures")) and not is_language_model(checkpoint)
+    if name is None or is_other or not config:
+        return {}
+    embedding, out = checkpoint.tensors[name], dict[str, tuple[Any, str]]()
+    shape = shape_in_models(embedding)
+    head = next((each for each in HEADS if each in checkpoint.tensors), None)
+    stated, is_packed = config.get("vocab_size"), isinstance(embedding, Packed)
+    has_rows = len(shape) == 2 and (is_packed or name not in checkpoint.members)  # else of codes
+    if has_rows and type(stated) is int and stated != shape[0]:
+        out["vocab_size"] = shape[0], f"{name} has {shape[0]} rows"
+    if head is not None and config.get("tie_word_embeddings") is not False:
+        both = (Source(whole(checkpoint.tensors[each])) for each in (head, name))
+        computed = embedding.is_computed or checkpoint.tensors[head].is_computed
+        if computed or not same_bytes(checkpoint, *both):
+            out["tie_word_embeddings"] = False, f"{head} is stored, and is not {name}"
+    return out

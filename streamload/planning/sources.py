@@ -242,16 +242,30 @@ def tied_names(
     ``tie_word_embeddings`` is true unless config.json has another value: the default of
     transformers' configurations. ``kinds``: ends of names of language models' classes.
     """
-    architectures = checkpoint.config.get("architectures")
-    language_model = isinstance(architectures, list) and any(
-        str(name).endswith(kinds) for name in architectures
-    )
-    if not language_model or checkpoint.config.get("tie_word_embeddings", True) is not True:
+    if not is_language_model(checkpoint, kinds):
+        return []
+    if checkpoint.config.get("tie_word_embeddings", True) is not True:
         return []
     if any(head in checkpoint.tensors for head in HEADS):
         return []
+    embedding = embedding_of(checkpoint)
+    return [] if embedding is None else [("lm_head.weight", embedding)]
+
+
+def is_language_model(
+    checkpoint: Checkpoint, kinds: tuple[str, ...] = ("ForCausalLM", "LMHeadModel")
+) -> bool:
+    """Return whether config.json names a language model's class, by the ends of names."""
+    architectures = checkpoint.config.get("architectures")
+    return isinstance(architectures, list) and any(
+        str(name).endswith(kinds) for name in architectures
+    )
+
+
+def embedding_of(checkpoint: Checkpoint) -> str | None:
+    """Return the name of a language model's embedding; None if there is none, or are several."""
     found = [name for name in checkpoint.tensors if _EMBEDDINGS.fullmatch(name)]
-    return [("lm_head.weight", found[0])] if len(found) == 1 else []
+    return found[0] if len(found) == 1 else None
 
 
 def renamed(name: str, rename: Rename | None) -> str | None:

@@ -557,7 +557,7 @@ def test_experts_in_the_configuration(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, {}, r"no such scaling.*yarn"),
         ({"hidden_size": "64"}, {}, "hidden_size of config.json is invalid"),
         ({"num_hidden_layers": 3}, {}, r"missing.*model.layers.2.self_attn.q_proj.weight"),
-        ({"vocab_size": 201}, {}, r"embed_tokens.*shape.*\[201, 64\].*\[200, 64\]"),
+        ({"intermediate_size": 97}, {}, r"gate_proj.*shape.*\[97, 64\].*\[96, 64\]"),
         (
             {},
             {"model.layers.0.mlp.down_proj.bias": np.zeros(64, np.float32)},

@@ -38,6 +38,7 @@ from streamload.formats.gguf.layout import (
 from streamload.formats.gguf.mixture import EMBEDDING, HEAD, MIXTURES, Mixer
 from streamload.formats.gguf.model import (
     architecture_of,
+    expected_shapes,
     metadata,
     numbers,
     rope_bytes,
@@ -263,6 +264,7 @@ class GGUF(FormatWriter):
         entries = list(described.values())
         if self._diffusion is None:
             keys = metadata(self.model.path, self.model.config, entries)
+            self._check_shapes(keys, described)
         else:
             keys = self._diffusion.metadata() | numbers(entries)
         mixtures = Counter(t.quant for t in self.model.tensors.values() if t.quant in MIXTURES)
@@ -285,6 +287,39 @@ class GGUF(FormatWriter):
         del head, vocabulary
         trim_heap()
         return out
+
+    def _check_shapes(self, keys: Mapping[str, Any], described: Mapping[str, Described]) -> None:
+        """Raise CheckpointError if a model by the file's metadata would have other tensors."""
+        shapes = expected_shapes(keys)
+        layers: dict[str, set[str]] = {}  # names in a layer, by its number
+        for name, entry in described.items():
+            expected = shapes.get(module_of(name), entry.shape)
+            expected = expected if name.endswith(".weight") else expected[:-1] or expected
+            if entry.shape != expected:
+                self.model.refuse(
+                    "its shape is not that of a model by the settings of config.json",
+                    list(expected),
+                    list(entry.shape),
+                    self._targets[name].info.name,
+                )
+            if name.startswith("blk."):
+                _, number, inner = name.split(".", 2)
+                layers.setdefault(number, set()).add(inner)
+        count = keys[f"{keys['general.architecture']}.block_count"]
+        every = set().union(*layers.values())
+        for number in map(str, range(max(count, len(layers))) if self.model.is_whole else ()):
+            if lacking := sorted(every - layers.get(number, set())):
+                self.model.refuse(
+                    f"layer {number} has no tensor that is {lacking[0]} in GGUF",
+                    f"{count} layers alike (num_hidden_layers of config.json)",
+                    f"{len(layers)} layers",
+                )
+            if int(number) >= count:
+                self.model.refuse(
+                    "it has more layers than config.json states",
+                    f"num_hidden_layers {len(layers)}",
+                    count,
+                )
 
     def notes(self) -> Sequence[str]:
         model = self.model

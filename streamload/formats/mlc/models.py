@@ -184,7 +184,9 @@ def _gpt2(model: Model) -> Iterator[Parameter]:
     for name in (*norms, "ln_f"):
         for kind in ("weight", "bias"):
             yield _rows(f"transformer.{name}.{kind}", f"{name}.{kind}", rows=[width])
-    yield _rows(HEAD, "wte.weight", rows=[n["vocab_size"]], columns=width)
+    is_tied = model.config.get("tie_word_embeddings", True)
+    source = "wte.weight" if is_tied else HEAD
+    yield _rows(HEAD, source, rows=[n["vocab_size"]], columns=width)
 
 
 # --- the configuration ----------------------------------------------------------------------------
@@ -407,7 +409,6 @@ _GPT2 = Family(
     _gpt2_config,
     {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "tie_word_embeddings": (True,),
         "scale_attn_weights": (True,),
     },
     re.compile(r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"),
