@@ -155,18 +155,18 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
 
         def once() -> None:
             for slot in slots:
-                slot.wait()
+                slot.event.wait()
                 context.copy(slot, 0, slot_nbytes, next(targets))
 
         once()  # the first use of a stream is slower
         for slot in slots:
-            slot.wait()
+            slot.event.wait()
         begun = time.perf_counter()
         while time.perf_counter() - begun < _WINDOW_S:
             once()
             moved += _RING_NBYTES
         for slot in slots:
-            slot.wait()
+            slot.event.wait()
         took = time.perf_counter() - begun
     how = f"{len(slots)} pinned slots of {slot_nbytes // _MIB} MiB"
     return Rate(moved, took, how, 1, slot_nbytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,21 +191,8 @@ class Context:
         self._pop(self._popped)
         self.check(status, "cuStreamWaitEvent")
 
-    def event(self) -> ctypes.c_void_p:
-        """Create an event, whose waits spin if there are CPUs for that. It must be current."""
-        created = ctypes.c_void_p()
-        flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
-        self.call("cuEventCreate", ctypes.byref(created), flags)
-        return created
-
-    def wait(self, event: ctypes.c_void_p) -> None:
-        """Wait until the copies have ended that an event was recorded after."""
-        if _driver().quick.cuEventQuery(event) == 0:  # most have: keep the interpreter's lock
-            return
-        self.check(_driver().slow.cuEventSynchronize(event), "a copy")
-
     def copy(self, staging: PinnedStaging, start: int, nbytes: int, address: int) -> None:
-        """Start copying bytes of staging to a device address; `PinnedStaging.wait` waits for it."""
+        """Start copying bytes of staging to a device address; `PinnedStaging.event` follows."""
         self.check(self._push(self.handle), "cuCtxPushCurrent")
         status = self._memcpy(address, staging.address + start, nbytes, staging.stream)
         # recorded again after each copy: a wait is for the last one
@@ -212,6 +200,39 @@ class Context:
         self._pop(self._popped)
         self.check(status, "cuMemcpyHtoDAsync")
         self.check(recorded, "cuEventRecord")
+
+
+class Event(ctypes.c_void_p):
+    """A ``CUevent``, as the ticket of the copies that were started before it was recorded last.
+
+    It is destroyed when nothing refers to it: no ticket outlives its event, whatever is closed. Any
+    thread may wait for it, or be the last to drop it.
+    """
+
+    def __init__(self, context: Context) -> None:
+        """Create an event in the current context; its waits spin if there are CPUs for that."""
+        super().__init__()
+        self._context = context
+        flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
+        context.call("cuEventCreate", ctypes.byref(self), flags)
+        # not at exit, while other threads may wait
+        weakref.finalize(self, _destroy, context, self.value or 0).atexit = False
+
+    @property
+    def events(self) -> tuple[Event]:
+        """The event, for streams that wait."""
+        return (self,)
+
+    def wait(self) -> None:
+        """Return when the copies have ended; raise DeviceError if one failed."""
+        if _driver().quick.cuEventQuery(self) == 0:  # most have: keep the interpreter's lock
+            return
+        self._context.check(_driver().slow.cuEventSynchronize(self), "a copy")
+
+
+def _destroy(context: Context, event: int) -> None:
+    with suppress(DeviceError), context.current():
+        _driver().slow.cuEventDestroy_v2(event)
 
 
 @cache
@@ -272,28 +293,21 @@ class _Stream:
     Attributes:
         what: the memory in words, for errors.
         stream: a ``CUstream``, which other memory may share.
-        event: a ``CUevent``, recorded after each copy.
+        event: recorded after each copy; deleted as the memory is closed.
     """
 
     what: str
+    event: Event
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._slow = _driver().slow
-        self.stream, self.event = 0, ctypes.c_void_p()
+        self.stream = 0
 
     def _create(self) -> None:
         """Create stream and event in the current context."""
         self.stream = _take_stream(self._context)
-        self.event = self._context.event()
-
-    @property
-    def events(self) -> tuple[ctypes.c_void_p, ...]:
-        """The events that `wait` waits for."""
-        return (self.event,)
-
-    def wait(self) -> None:
-        self._context.wait(self.event)
+        self.event = Event(self._context)
 
     @contextmanager
     def _allocating(self, name: str, nbytes: int) -> Iterator[None]:
@@ -311,17 +325,16 @@ class _Stream:
         """Free the memory in the current context; return the driver's status."""
 
     def close(self) -> None:
-        """Free memory, stream and event; waits for a copy under way."""
+        """Free memory and stream; waits for a copy under way."""
         failure = 0
         # raises if the context is gone, which has freed all that was page-locked in it
         with self._context.current():
             if self.stream:  # the event is not enough: the last copy may have failed before it
                 failure = self._slow.cuStreamSynchronize(self.stream)
-            if self.event:
-                self._slow.cuEventDestroy_v2(self.event)
             if self.stream:
                 _give_back(self._context, self.stream)
-            self.stream, self.event = 0, ctypes.c_void_p()
+            self.stream = 0
+            vars(self).pop("event", None)
             failure = self._free() or failure
         if failure:
             self._context.check(failure, f"giving {self.what} back")
@@ -442,7 +455,7 @@ class BulkCopier:
     def ticket(self, slot: Staging) -> Ticket:
         """Return the ticket of the last copies started from a slot."""
         assert isinstance(slot, _Stream)
-        return slot
+        return slot.event
 
     def refiller(self, count: int, slots: int, nbytes: int) -> Any:
         """Return a `Refiller`, whose module imports this one; see its arguments."""
@@ -471,8 +484,7 @@ class BulkCopier:
         for index, slot in enumerate(slots):
             assert isinstance(slot, PinnedStaging)
             under_way = index >= len(slots) - busy
-            stream, event = slot.stream, slot.event.value or 0
-            flat.append((slot.address, stream, event, under_way))
+            flat.append((slot.address, slot.stream, slot.event.value or 0, under_way))
         with self._context.current():
             failure = self._loop(fd, reads, flat)
             if failure is not None and failure.stage == "copy":
@@ -556,7 +568,7 @@ class Copies:
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         assert isinstance(staging, PinnedStaging)
         self.context.copy(staging, start, nbytes, self._address(buffer) + offset)
-        return staging
+        return staging.event
 
 
 @cache

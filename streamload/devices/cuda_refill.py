@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from streamload.devices.base import BulkFailure, QueuedWork, ReadTable
 from streamload.devices.bulk import Loop, Team
-from streamload.devices.cuda import Context, PinnedStaging, _driver, allow_captures
+from streamload.devices.cuda import Context, Event, PinnedStaging, _driver, allow_captures
 from streamload.devices.cuda_locked import LockedReads
 from streamload.errors import DeviceError
 
@@ -19,12 +19,15 @@ _MARKS = 3  # runs whose copies may be under way
 
 
 class Mark:
-    """A ticket of all copies that had been started on some streams when it was recorded last."""
+    """A ticket of all copies that had been started on some streams when it was recorded last.
+
+    It may outlive the streams.
+    """
 
     def __init__(self, context: Context, streams: Iterable[int]) -> None:
         """Create an event for each stream, in the current context; raises DeviceError."""
         self._context, self._streams = context, [*streams]
-        self.events = tuple(context.event() for _ in self._streams)
+        self.events = tuple(Event(context) for _ in self._streams)
 
     def record(self) -> None:
         """Include the copies that have been started until now, in the current context."""
@@ -35,12 +38,7 @@ class Mark:
         """Wait for the copies; raises DeviceError if one failed."""
         allow_captures()
         for event in self.events:
-            self._context.wait(event)
-
-    def close(self) -> None:
-        """Destroy the events, in the current context."""
-        for event in self.events:
-            _driver().slow.cuEventDestroy_v2(event)
+            event.wait()
 
 
 class Refiller:
@@ -70,7 +68,7 @@ class Refiller:
                 made.callback(slot.close)
                 rows.append((slot.address, slot.stream, slot.event.value or 0))
             self._streams = dict.fromkeys(stream for _, stream, _ in rows)
-            made.callback(self._close_marks)
+            made.callback(self._marks.clear)
             with context.current():
                 for _ in range(_MARKS):
                     self._marks.append(Mark(context, self._streams))
@@ -150,11 +148,6 @@ class Refiller:
     def _unlock(self) -> None:
         with suppress(DeviceError), self._inside():
             self._locked.close()
-
-    def _close_marks(self) -> None:
-        with suppress(DeviceError), self._context.current():
-            while self._marks:
-                self._marks.pop().close()
 
     def close(self) -> None:
         """End the threads, and free the slots; waits for copies under way."""

@@ -143,8 +143,6 @@ assert "pinned slots" in rate.how, rate
 memory = limits.memory("torch", "cuda:1", 1)()
 assert memory["nbytes"] == 8 * 2**29 and memory["seconds"] > 0, memory
 assert meter.used_nbytes() == before
-wrong = (ctypes.c_char * 256).in_dll(driver, "violation").value.decode()
-assert not wrong, wrong
 for name in ("registered", "streams", "events"):
     assert ctypes.c_int.in_dll(driver, name).value == 0, name
 

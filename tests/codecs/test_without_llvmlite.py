@@ -184,9 +184,6 @@ for cast in ("auto", "device", "numpy"):
 report = None
 for quant in ("int8", "q8_0"):
     load(dtype="float16", quant=quant)
-driver = ctypes.CDLL("libcuda.so.1")
-wrong = (ctypes.c_char * 256).in_dll(driver, "violation").value.decode()
-assert not wrong, wrong
 """,
         tmp_path,
         XDG_CACHE_HOME=str(tmp_path / "cache"),

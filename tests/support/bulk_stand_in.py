@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from streamload.core.dtypes import DType
 from streamload.core.system import address_of
+from streamload.devices import cuda, cuda_refill
 from streamload.devices.base import BulkFailure, DeviceInfo, Read, ReadTable, Staging, Ticket
 from streamload.devices.bulk import Loop, Team, libc_calls
 from streamload.devices.staging import HostStaging
@@ -132,3 +136,62 @@ class Staged(torch_devices.CPUDevice):
         """A ticket of work that has ended."""
         self.counts["marks"] += 1
         return Slot(1)
+
+
+class Driven(cuda.Copies, torch_devices.CPUDevice):
+    """torch's CPU, whose memory is a device's of `cuda_stand_in`: its driver's calls fill it.
+
+    What torch computes ends at once. It waits for copies by a stream that is the driver's.
+    """
+
+    host_visible = False
+    threads = 16
+
+    def __init__(self, name: str) -> None:
+        torch_devices.CPUDevice.__init__(self, name)
+        context = cuda.Context.primary("cuda:0", 0)
+        cuda.Copies.__init__(self, context, torch.Tensor.data_ptr)
+        self._stream = ctypes.c_void_p()
+        with context.current():
+            context.call("cuStreamCreate", ctypes.byref(self._stream), 1)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The CPU's, as if it could not be written and had memory of its own."""
+        own = {"host_visible": False, "shared_memory": False, "charged": False, "maps": False}
+        return replace(super().info, **own, native_bf16=True, free_nbytes=2**29)
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory of the driver, which is freed with the tensor's storage."""
+        nbytes = dtype.nbytes(math.prod(shape))
+        if not nbytes:
+            return super().allocate(dtype, shape)
+        address = ctypes.c_uint64()
+        with self.context.current():
+            self.context.call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        memory = (ctypes.c_ubyte * nbytes).from_address(address.value)
+        weakref.finalize(memory, self._free, address.value).atexit = False
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        return flat.view(torch_devices.TO_TORCH[dtype.name]).view(shape)
+
+    def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
+        """Each by itself."""
+        return [self.allocate(*kind) for kind in kinds]
+
+    def _free(self, address: int) -> None:
+        with self.context.current():
+            self.context.call("cuMemFree_v2", address)
+
+    def follow(self, tickets: Iterable[Any]) -> None:
+        """Let the stream wait, and so what torch computes from now on."""
+        events = [event for ticket in tickets for event in ticket.events]
+        self.context.order(self._stream.value or 0, events)
+
+    def mark(self) -> Any:
+        """A ticket of all that was computed."""
+        stream = self._stream.value or 0
+        with self.context.current():
+            mark = cuda_refill.Mark(self.context, [stream])
+            mark.record()
+        mark.stream = stream
+        return mark

@@ -2,10 +2,11 @@
 
 It is stricter than the real one. What is begun on a stream runs when somebody waits for it and not
 before, so that a slot that is filled too early, or memory that is read too early, has wrong bytes.
-Every call needs the context whose memory, stream or event it is given, copies must lie within
-memory that was allocated there and be from memory that is page-locked meanwhile, and the first
-thing that was wrong is kept in ``violation``. It computes nothing by itself: modules are refused,
-but for the casts of `Kernels`.
+Every call needs the context whose memory, stream or event it is given, and copies must lie within
+memory that was allocated there and be from memory that is page-locked meanwhile. A context, stream,
+event, module or memory that was destroyed may not be used again. What is wrong ends the process,
+also at its exit, with the stacks of its threads (`run`). It computes nothing by itself: modules are
+refused, but for the casts of `Kernels`.
 """
 
 from __future__ import annotations
@@ -38,21 +39,25 @@ SOURCE = r"""
 #include <sys/mman.h>
 
 enum { INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, BAD_IMAGE = 218, NO_CONTEXT = 201,
-       NOT_READY = 600, LOCKED = 712, NOT_LOCKED = 713, FAILED = 719 };
+       NOT_READY = 600, FAILED = 719 };
 enum { DEVICE, HOST };  /* kinds of memory */
+enum { CONTEXT = 1, STREAM, EVENT, MODULE };  /* kinds of handles; a function is its module */
 
-typedef struct { int device; } Context;
 typedef struct Work {  /* a copy, or the launch of a kernel */
     struct Work *next; uint64_t at; char *to; const char *from; size_t n;
-    void *kernel; uint64_t arguments[4];
+    struct Handle *kernel; uint64_t arguments[4];
 } Work;
-typedef struct Stream { struct Stream *next; Context *context; Work *work; int busy; } Stream;
-typedef struct { Context *context; Stream *stream; uint64_t at; } Event;
-typedef struct Memory { struct Memory *next; char *first; size_t n; int kind; Context *context; }
+typedef struct Handle {  /* none is ever freed, so that the use of a destroyed one is seen */
+    int kind, gone; struct Handle *context;
+    int device;                              /* of a context */
+    struct Handle *next; Work *work; int busy;  /* of a stream */
+    struct Handle *stream; uint64_t at;      /* of an event */
+    void *kernel;                            /* of a module */
+} Handle;
+typedef struct Memory { struct Memory *next; char *first; size_t n; int kind; Handle *context; }
     Memory;
 
 /* what tests look at and set */
-char violation[256];
 int streams, events, registered, host_allocated, contexts_made, null_waits, copies_run, launches;
 void *(*load)(const char *image);  /* a kernel for what is in an image, 0 for none */
 void (*launch)(void *kernel, uint64_t, uint64_t, uint64_t, uint64_t);
@@ -70,18 +75,49 @@ size_t pool_used;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t idle = PTHREAD_COND_INITIALIZER;
-static Context primary[2] = {{0}, {1}};
-static Stream *all_streams;
+enum { MOST = 1 << 20 };
+static Handle *handles;
+static int made;
+static Handle *primary[2], *all_streams;
 static Memory *memories;
 static uint64_t now;
-static __thread Context *stack[64];
+static __thread Handle *stack[64];
 static __thread int depth;
 
-static int wrong(int status, const char *what) {
-    if (!violation[0]) snprintf(violation, sizeof violation, "%s", what);
-    return status;
+static void wrong(const char *call, const char *what) {
+    fprintf(stderr, "the stand-in of CUDA's driver: %s: %s\n", call, what);
+    abort();
 }
-static Context *current(void) { return depth ? stack[depth - 1] : 0; }
+static Handle *current(void) { return depth ? stack[depth - 1] : 0; }
+
+static Handle *make(int kind, Handle *context) {
+    int at = __atomic_fetch_add(&made, 1, __ATOMIC_SEQ_CST);
+    if (at >= MOST) abort();
+    handles[at].kind = kind;
+    handles[at].context = context;
+    return handles + at;
+}
+static void need(const Handle *handle, int kind, const char *call) {
+    const char *names[] = {"", "context", "stream", "event", "module"};
+    char what[64];
+    if (handle >= handles && handle < handles + MOST && handle->kind == kind
+        && !handle->gone && !(handle->context && handle->context->gone)) return;
+    snprintf(what, sizeof what, "a %s that was destroyed, or never was", names[kind]);
+    wrong(call, what);
+}
+static Handle *in(const char *call) {
+    if (!depth) wrong(call, "no context is current");
+    need(current(), CONTEXT, call);
+    return current();
+}
+__attribute__((constructor)) static void begin_all(void) {
+    handles = mmap(0, MOST * sizeof *handles, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    for (int device = 0; device < 2; device++) {
+        primary[device] = make(CONTEXT, 0);
+        primary[device]->device = device;
+    }
+}
 
 static Memory *memory_at(const void *first, size_t n, int kind) {
     for (Memory *m = memories; m; m = m->next)
@@ -89,51 +125,64 @@ static Memory *memory_at(const void *first, size_t n, int kind) {
             return m;
     return 0;
 }
+static void need_memory(const void *first, size_t n, int kind, const char *call) {
+    pthread_mutex_lock(&mutex);
+    if (n && !memory_at(first, n, kind)) wrong(call, "memory that is freed, or no device's");
+    pthread_mutex_unlock(&mutex);
+}
 static void add_memory(void *first, size_t n, int kind) {
     Memory *m = malloc(sizeof *m);
     *m = (Memory){memories, first, n, kind, current()};
     memories = m;
 }
-static int remove_memory(void *first, int kind, size_t *n) {
+static size_t remove_memory(void *first, int kind, const char *call) {
     for (Memory **m = &memories; *m; m = &(*m)->next)
         if ((*m)->first == first && (*m)->kind == kind) {
             Memory *gone = *m;
+            size_t n = gone->n;
             if (kind == DEVICE && gone->context != current())
-                return wrong(INVALID, "memory is freed in another context");
-            *n = gone->n; *m = gone->next; free(gone);
-            return 0;
+                wrong(call, "memory of another context");
+            for (Handle *s = all_streams; s; s = s->next)
+                for (Work *work = s->work; work; work = work->next) {
+                    const char *end = kind == DEVICE ? work->to : work->from;
+                    if (end >= gone->first && end < gone->first + n)
+                        wrong(call, "a copy of this memory has not ended");
+                }
+            *m = gone->next; free(gone);
+            return n;
         }
-    return wrong(INVALID, "memory is freed that was not allocated");
+    wrong(call, "memory that was freed, or never allocated");
+    return 0;
 }
 
 /* run what was begun on a stream up to a moment; the mutex is held, but not while a kernel runs */
-static void run(Stream *stream, uint64_t until) {
+static void run(Handle *stream, uint64_t until) {
     while (stream->work && stream->work->at <= until) {
         if (stream->busy) { pthread_cond_wait(&idle, &mutex); continue; }
         Work *work = stream->work;
         if (work->kernel) {
             uint64_t *a = work->arguments;
+            need(work->kernel, MODULE, "a kernel");
+            for (int i = 0; i < 2; i++)
+                if (!memory_at((void *)a[i], 1, DEVICE)) wrong("a kernel", "memory that is freed");
             stream->busy = 1;
             pthread_mutex_unlock(&mutex);
-            launch(work->kernel, a[0], a[1], a[2], a[3]);
+            launch(work->kernel->kernel, a[0], a[1], a[2], a[3]);
             pthread_mutex_lock(&mutex);
             stream->busy = 0;
             launches++;
             pthread_cond_broadcast(&idle);
         } else {
-            if (!memory_at(work->from, work->n, HOST))
-                wrong(0, "memory was unlocked before the copy from it had ended");
-            else if (!memory_at(work->to, work->n, DEVICE))
-                wrong(0, "memory was freed before the copy to it had ended");
-            else
-                memcpy(work->to, work->from, work->n);
+            if (!memory_at(work->from, work->n, HOST)) wrong("a copy", "memory that is unlocked");
+            if (!memory_at(work->to, work->n, DEVICE)) wrong("a copy", "memory that is freed");
+            memcpy(work->to, work->from, work->n);
             copies_run++;
         }
         stream->work = work->next;
         free(work);
     }
 }
-static void begin(Stream *stream, Work work) {
+static void begin(Handle *stream, Work work) {
     Work *made = malloc(sizeof work), **last = &stream->work;
     *made = work;
     made->at = ++now;
@@ -159,66 +208,66 @@ int cuDeviceComputeCapability(int *major, int *minor, int device) {
     *major = 9; *minor = 0; return 0;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    if (attribute != 18 && attribute != 113)
-        return wrong(INVALID, "an attribute that is not known");
+    if (attribute != 18 && attribute != 113) wrong("cuDeviceGetAttribute", "one that is not known");
     *value = attribute == 18 ? integrated : 1;
     return 0;
 }
 int cuDeviceCanAccessPeer(int *can, int device, int other) { *can = 0; return 0; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &primary[device]; return 0; }
+int cuDevicePrimaryCtxRetain(Handle **context, int device) { *context = primary[device]; return 0; }
 
-int cuCtxCreate_v2(void **context, unsigned flags, int device) {
-    Context *made = malloc(sizeof *made);
+int cuCtxCreate_v2(Handle **context, unsigned flags, int device) {
+    Handle *made = make(CONTEXT, 0);
     made->device = device;
     contexts_made++;
     *context = stack[depth++] = made;
     return 0;
 }
-int cuCtxSetCurrent(Context *context) {
+int cuCtxSetCurrent(Handle *context) {
+    if (context) need(context, CONTEXT, "cuCtxSetCurrent");
     if (!depth) depth = 1;
     stack[depth - 1] = context;
+    if (!context) depth--;
     return 0;
 }
 int cuCtxGetCurrent(void **context) { *context = current(); return 0; }
-int cuCtxGetDevice(int *device) {
-    if (!current()) return wrong(NO_CONTEXT, "cuCtxGetDevice without a context");
-    *device = current()->device;
+int cuCtxGetDevice(int *device) { *device = in("cuCtxGetDevice")->device; return 0; }
+int cuCtxPushCurrent_v2(Handle *context) {
+    need(context, CONTEXT, "cuCtxPushCurrent");
+    stack[depth++] = context;
     return 0;
 }
-int cuCtxPushCurrent_v2(Context *context) { stack[depth++] = context; return 0; }
 int cuCtxPopCurrent_v2(void **context) {
-    if (!depth) return wrong(NO_CONTEXT, "no context to pop");
+    if (!depth) wrong("cuCtxPopCurrent", "no context is current");
     *context = stack[--depth];
     return 0;
 }
 int cuCtxSynchronize(void) {
-    if (!current()) return wrong(NO_CONTEXT, "cuCtxSynchronize without a context");
+    Handle *context = in("cuCtxSynchronize");
     pthread_mutex_lock(&mutex);
-    for (Stream *s = all_streams; s; s = s->next)
-        if (s->context == current()) run(s, now);
+    for (Handle *s = all_streams; s; s = s->next)
+        if (s->context == context) run(s, now);
     null_waits += null_busy; null_busy = 0;
     pthread_mutex_unlock(&mutex);
     return 0;
 }
 
 int cuMemGetInfo_v2(size_t *free_nbytes, size_t *total) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemGetInfo without a context");
+    int device = in("cuMemGetInfo")->device;
     *total = memory_nbytes;
-    *free_nbytes = integrated ? memfree_nbytes : memory_nbytes - used_nbytes[current()->device];
+    *free_nbytes = integrated ? memfree_nbytes : memory_nbytes - used_nbytes[device];
     return 0;
 }
 int cuMemAlloc_v2(uint64_t *address, size_t n) {
-    Context *context = current();
-    if (!context) return wrong(NO_CONTEXT, "cuMemAlloc without a context");
+    int device = in("cuMemAlloc")->device;
     pthread_mutex_lock(&mutex);
     int status = NO_MEMORY;
-    if (used_nbytes[context->device] + n <= memory_nbytes - lost_nbytes) {
-        size_t whole = (n + 255) / 256 * 256;
-        void *made = pool ? pool + pool_used : aligned_alloc(256, whole);
-        pool_used += whole;
+    if (used_nbytes[device] + n <= memory_nbytes - lost_nbytes) {
+        void *made = pool ? pool + pool_used : mmap(0, n, PROT_READ | PROT_WRITE,
+                                                    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        pool_used += (n + 255) / 256 * 256;
         memset(made, 0xA5, n);
         add_memory(made, n, DEVICE);
-        used_nbytes[context->device] += n;
+        used_nbytes[device] += n;
         *address = (uint64_t)made;
         status = 0;
     }
@@ -226,16 +275,18 @@ int cuMemAlloc_v2(uint64_t *address, size_t n) {
     return status;
 }
 int cuMemFree_v2(uint64_t address) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemFree without a context");
+    int device = in("cuMemFree")->device;
     pthread_mutex_lock(&mutex);
-    size_t n = 0;
-    int status = remove_memory((void *)address, DEVICE, &n);
-    if (!status) { used_nbytes[current()->device] -= n; if (!pool) free((void *)address); }
+    size_t n = remove_memory((void *)address, DEVICE, "cuMemFree");
+    used_nbytes[device] -= n;
+    if (!pool)  /* its addresses are never used again */
+        mmap((void *)address, n, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     pthread_mutex_unlock(&mutex);
-    return status;
+    return 0;
 }
 int cuMemHostAlloc(void **made, size_t n, unsigned flags) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemHostAlloc without a context");
+    in("cuMemHostAlloc");
     pthread_mutex_lock(&mutex);
     *made = malloc(n);
     add_memory(*made, n, HOST);
@@ -244,53 +295,50 @@ int cuMemHostAlloc(void **made, size_t n, unsigned flags) {
     return 0;
 }
 int cuMemFreeHost(void *made) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemFreeHost without a context");
+    in("cuMemFreeHost");
     pthread_mutex_lock(&mutex);
-    size_t n;
-    int status = remove_memory(made, HOST, &n);
-    if (!status) { host_allocated--; free(made); }
+    remove_memory(made, HOST, "cuMemFreeHost");
+    host_allocated--;
+    free(made);
     pthread_mutex_unlock(&mutex);
-    return status;
+    return 0;
 }
 int cuMemHostRegister_v2(void *first, size_t n, unsigned flags) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemHostRegister without a context");
+    in("cuMemHostRegister");
     pthread_mutex_lock(&mutex);
-    int status = 0;
     for (Memory *m = memories; m; m = m->next)
         if (m->kind == HOST && (char *)first < m->first + m->n && (char *)first + n > m->first)
-            status = wrong(LOCKED, "memory is locked twice");
-    if (!status && locks_left == 0) status = INVALID;
+            wrong("cuMemHostRegister", "memory that is locked");
+    int status = locks_left ? 0 : INVALID;
     if (!status) { add_memory(first, n, HOST); registered++; locks_left -= locks_left > 0; }
     pthread_mutex_unlock(&mutex);
     return status;
 }
 int cuMemHostUnregister(void *first) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemHostUnregister without a context");
+    in("cuMemHostUnregister");
     pthread_mutex_lock(&mutex);
-    size_t n;
-    int status = remove_memory(first, HOST, &n);
-    registered -= !status;
+    remove_memory(first, HOST, "cuMemHostUnregister");
+    registered--;
     pthread_mutex_unlock(&mutex);
-    return status;
+    return 0;
 }
 int cuMemHostGetDevicePointer_v2(uint64_t *address, void *host, unsigned flags) {
     *address = (uint64_t)host;
     return 0;
 }
 
-int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t n, Stream *stream) {
-    if (!current()) return wrong(NO_CONTEXT, "a copy without a context");
+int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t n, Handle *stream) {
+    Handle *context = in("a copy");
     int status = 0;
     pthread_mutex_lock(&mutex);
     Memory *to = memory_at((void *)target, n, DEVICE);
-    if (!to || to->context != current())
-        status = wrong(INVALID, "a copy to memory that is not this context's");
-    else if (!memory_at(source, n, HOST))
-        status = wrong(INVALID, "a copy from memory that is not locked");
-    else if (!stream)
+    if (!to || to->context != context) wrong("a copy", "to memory that is not this context's");
+    if (!memory_at(source, n, HOST)) wrong("a copy", "from memory that is not locked");
+    if (stream) need(stream, STREAM, "a copy");
+    if (!stream)
         memcpy((void *)target, source, n);
-    else if (stream->context != current())
-        status = wrong(INVALID, "a copy on a stream of another context");
+    else if (stream->context != context)
+        wrong("a copy", "a stream of another context");
     else if (copies_left == 0)
         status = FAILED;
     else {
@@ -301,44 +349,51 @@ int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t n, Stream *
     return status;
 }
 int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemcpyDtoH without a context");
+    in("cuMemcpyDtoH");
+    need_memory((void *)from, n, DEVICE, "cuMemcpyDtoH");
     memcpy(to, (void *)from, n);  /* without waiting for streams that do not wait for this one */
     return 0;
 }
-int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, Stream *stream) {
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, Handle *stream) {
+    if (stream) need(stream, STREAM, "cuMemcpyDtoHAsync");
     return cuMemcpyDtoH_v2(to, from, n);
 }
 int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t n) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemcpyDtoD without a context");
+    in("cuMemcpyDtoD");
+    need_memory((void *)from, n, DEVICE, "cuMemcpyDtoD");
+    need_memory((void *)to, n, DEVICE, "cuMemcpyDtoD");
     memcpy((void *)to, (void *)from, n);
     return 0;
 }
-int cuMemsetD8Async(uint64_t to, unsigned char value, size_t n, Stream *stream) {
-    if (!current()) return wrong(NO_CONTEXT, "cuMemsetD8Async without a context");
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t n, Handle *stream) {
+    in("cuMemsetD8Async");
+    if (stream) need(stream, STREAM, "cuMemsetD8Async");
+    need_memory((void *)to, n, DEVICE, "cuMemsetD8Async");
     memset((void *)to, value, n);
     return 0;
 }
 
 int cuStreamCreate(void **made, unsigned flags) {
-    if (!current()) return wrong(NO_CONTEXT, "cuStreamCreate without a context");
+    Handle *stream = make(STREAM, in("cuStreamCreate"));
     pthread_mutex_lock(&mutex);
-    Stream *stream = malloc(sizeof *stream);
-    *stream = (Stream){all_streams, current()};
+    stream->next = all_streams;
     *made = all_streams = stream;
     streams++;
     pthread_mutex_unlock(&mutex);
     return 0;
 }
-int cuStreamQuery(Stream *stream) {
-    if (stream) return stream->work ? NOT_READY : 0;
-    if (!current()) return wrong(NO_CONTEXT, "cuStreamQuery without a context");
+int cuStreamQuery(Handle *stream) {
+    if (stream) { need(stream, STREAM, "cuStreamQuery"); return stream->work ? NOT_READY : 0; }
+    in("cuStreamQuery");
     return null_busy ? NOT_READY : 0;
 }
-int cuStreamGetCtx(Stream *stream, void **context) {
+int cuStreamGetCtx(Handle *stream, void **context) {
+    if (stream) need(stream, STREAM, "cuStreamGetCtx");
     *context = stream ? stream->context : current();
     return *context ? 0 : NO_CONTEXT;
 }
-int cuStreamSynchronize(Stream *stream) {
+int cuStreamSynchronize(Handle *stream) {
+    if (stream) need(stream, STREAM, "cuStreamSynchronize");
     pthread_mutex_lock(&mutex);
     if (stream) run(stream, now);
     else { null_waits += null_busy; null_busy = 0; }
@@ -346,81 +401,100 @@ int cuStreamSynchronize(Stream *stream) {
     return 0;
 }
 int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode == 1 ? 0 : INVALID; }
-int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
-    if (!current()) return wrong(NO_CONTEXT, "cuStreamWaitEvent without a context");
-    pthread_mutex_lock(&mutex);  /* the null stream, on which nothing here computes */
+int cuStreamWaitEvent(Handle *stream, Handle *event, unsigned flags) {
+    in("cuStreamWaitEvent");
+    if (stream) need(stream, STREAM, "cuStreamWaitEvent");
+    need(event, EVENT, "cuStreamWaitEvent");
+    pthread_mutex_lock(&mutex);  /* what waits is the host, or begins at once */
     if (event->stream) run(event->stream, event->at);
     pthread_mutex_unlock(&mutex);
     return 0;
 }
-int cuStreamDestroy_v2(Stream *stream) {
+int cuStreamDestroy_v2(Handle *stream) {
+    need(stream, STREAM, "cuStreamDestroy");
     pthread_mutex_lock(&mutex);
-    if (stream->work) wrong(0, "a stream is destroyed before its copies have ended");
-    for (Stream **s = &all_streams; *s; s = &(*s)->next)
+    if (stream->work) wrong("cuStreamDestroy", "its copies have not ended");
+    for (Handle **s = &all_streams; *s; s = &(*s)->next)
         if (*s == stream) { *s = stream->next; break; }
-    free(stream);
+    stream->gone = 1;
     streams--;
     pthread_mutex_unlock(&mutex);
     return 0;
 }
 int cuEventCreate(void **made, unsigned flags) {
-    if (!current()) return wrong(NO_CONTEXT, "cuEventCreate without a context");
-    Event *event = calloc(1, sizeof *event);
-    event->context = current();
-    *made = event;
+    *made = make(EVENT, in("cuEventCreate"));
     __atomic_add_fetch(&events, 1, __ATOMIC_SEQ_CST);
     return 0;
 }
-int cuEventDestroy_v2(Event *event) {
-    free(event);
+int cuEventDestroy_v2(Handle *event) {
+    need(event, EVENT, "cuEventDestroy");
+    event->gone = 1;
     __atomic_sub_fetch(&events, 1, __ATOMIC_SEQ_CST);
     return 0;
 }
-int cuEventRecord(Event *event, Stream *stream) {
-    if (!stream || event->context != current() || stream->context != current())
-        return wrong(INVALID, "an event or a stream of another context");
+int cuEventRecord(Handle *event, Handle *stream) {
+    Handle *context = in("cuEventRecord");
+    need(event, EVENT, "cuEventRecord");
+    need(stream, STREAM, "cuEventRecord");
+    if (event->context != context || stream->context != context)
+        wrong("cuEventRecord", "an event or a stream of another context");
     pthread_mutex_lock(&mutex);
     event->stream = stream;
     event->at = now;
     pthread_mutex_unlock(&mutex);
     return 0;
 }
-int cuEventQuery(Event *event) {
+int cuEventQuery(Handle *event) {
+    need(event, EVENT, "cuEventQuery");
     pthread_mutex_lock(&mutex);
     Work *first = event->stream ? event->stream->work : 0;
     int status = first && first->at <= event->at ? NOT_READY : 0;
     pthread_mutex_unlock(&mutex);
     return status;
 }
-int cuEventSynchronize(Event *event) {
+int cuEventSynchronize(Handle *event) {
+    need(event, EVENT, "cuEventSynchronize");
     pthread_mutex_lock(&mutex);
     if (event->stream) run(event->stream, event->at);
     pthread_mutex_unlock(&mutex);
     return 0;
 }
 
-int cuModuleLoadData(void **module, const void *image) {
-    if (!current()) return wrong(NO_CONTEXT, "a module without a context");
-    *module = load ? load(image) : 0;
-    return *module ? 0 : BAD_IMAGE;
+int cuModuleLoadData(Handle **module, const void *image) {
+    Handle *context = in("cuModuleLoadData");
+    void *kernel = load ? load(image) : 0;
+    if (!kernel) return BAD_IMAGE;
+    *module = make(MODULE, context);
+    (*module)->kernel = kernel;
+    return 0;
 }
-int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int *options, void **values) {
+int cuModuleLoadDataEx(Handle **module, const void *image, unsigned n, int *options,
+                       void **values) {
     return cuModuleLoadData(module, image);
 }
-int cuModuleGetFunction(void **function, void *module, const char *name) {
+int cuModuleGetFunction(Handle **function, Handle *module, const char *name) {
+    need(module, MODULE, "cuModuleGetFunction");
     *function = module;
     return 0;
 }
-int cuModuleUnload(void *module) { return 0; }
-int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                   unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) {
-    if (!current()) return wrong(NO_CONTEXT, "a kernel without a context");
+int cuModuleUnload(Handle *module) {
+    need(module, MODULE, "cuModuleUnload");
+    module->gone = 1;
+    return 0;
+}
+int cuLaunchKernel(Handle *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                   unsigned by, unsigned bz, unsigned shared, Handle *stream, void **arguments,
+                   void **extra) {
+    Handle *context = in("cuLaunchKernel");
+    need(function, MODULE, "cuLaunchKernel");
+    if (function->context != context) wrong("cuLaunchKernel", "a module of another context");
     if (extra && launch_now) {
-        launch_now(function, (uint64_t)gx * gy * gz, bx * by * bz, extra[1], *(size_t *)extra[3]);
+        launch_now(function->kernel, (uint64_t)gx * gy * gz, bx * by * bz, extra[1],
+                   *(size_t *)extra[3]);
         return 0;
     }
-    if (!stream || stream->context != current())
-        return wrong(INVALID, "a kernel on a stream of another context");
+    need(stream, STREAM, "cuLaunchKernel");
+    if (stream->context != context) wrong("cuLaunchKernel", "a stream of another context");
     Work work = {.kernel = function};
     for (int i = 0; i < 4; i++) work.arguments[i] = *(uint64_t *)arguments[i];
     pthread_mutex_lock(&mutex);
@@ -521,10 +595,10 @@ def environment(folder: Path) -> dict[str, str]:
 def run(folder: Path, code: str, *arguments: object, **variables: str) -> None:
     """Run code in a child whose driver is the stand-in in a folder; it has to succeed."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [sys.executable, "-X", "faulthandler", "-c", code, *map(str, arguments)],
         env=environment(folder) | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
