@@ -19,7 +19,7 @@ def begin() -> None:
     """
     venv = SCRIPTS.parent / os.environ.get("STREAMLOAD_VENV", ".venv")
     if not all(map(importlib.util.find_spec, NEEDED)) and Path(sys.prefix) != venv:
-        subprocess.run([SCRIPTS / "setup", "fast"], check=True)
+        subprocess.run([SCRIPTS / "setup"], check=True)
         os.execv(venv / "bin/python", [str(venv / "bin/python"), *sys.argv])
     sys.path.insert(0, str(SCRIPTS.parent))
     paths = (str(SCRIPTS.parent), os.environ.get("PYTHONPATH"))

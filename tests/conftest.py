@@ -42,6 +42,9 @@ suggested.record()
 #: rooms of whose tests each error's suggestions are executed
 _SUGGESTING = ("loading", "planning")
 
+#: names in the repository's root before the tests
+_ROOT_NAMES = pytest.StashKey[set[str]]()
+
 #: how many modules were imported when the garbage collector last looked at all of them
 _seen_modules = 0
 
@@ -62,6 +65,15 @@ def _freeze() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests know, before they are imported, whether they are the fast suite."""
     parameters.fast_suite = config.option.markexpr == "not slow"
+    config.stash[_ROOT_NAMES] = {path.name for path in ROOT.iterdir()}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if tests wrote to the repository's root: they write to their own folders."""
+    names = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    if written := names - session.config.stash[_ROOT_NAMES]:
+        print(f"tests wrote {sorted(written)} into {ROOT}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish() -> None:

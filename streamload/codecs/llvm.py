@@ -70,12 +70,12 @@ class Target:
 
 
 #: The command that installs llvmlite.
-INSTALL = "pip install 'streamload[fast]'"
+INSTALL = "pip install llvmlite"
 # docs/measurements.md, "Without llvmlite"; empty once it was logged
 _UNTOLD = [
     "llvmlite is not installed: casts, decoding and quantizing run in numpy, up to 20 times as "
-    "slowly; a loop in Python copies to CUDA; a product of a quantized weight with one token takes "
-    f"15 to 130 times as long. Install it: {INSTALL}"
+    "slowly; a product of a quantized weight with one token takes 15 to 130 times as long; copies "
+    f"to CUDA start in a Python loop. Install it: {INSTALL}"
 ]
 _log = logging.getLogger("streamload")
 

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,12 @@ FLOORS = (
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+#: What stands in the repository's root.
+ROOT_NAMES = {
+    *(".ci", ".github", ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"),
+    *("README.md", "SECURITY.md", "docs", "mkdocs.yml", "pyproject.toml", "scripts", "streamload"),
+    "tests",
+}
 #: Modules at the top that import any room.
 FRONTS = ("", "__main__", "diffusers", "nn", "vllm")
 #: Rooms that may import the names of `streamload` itself.
@@ -283,3 +290,14 @@ def test_no_module_hides_behind_a_function(package: str) -> None:
     exported = {each for each in getattr(exporter, "__all__", ()) if each != "__version__"}
     modules = {each.name for each in pkgutil.iter_modules(exporter.__path__)}
     assert all(inspect.ismodule(getattr(exporter, each)) for each in exported & modules)
+
+
+def test_nothing_else_stands_in_the_root() -> None:
+    """Of the files that git tracks, or would add: a test or trial has not left one behind."""
+    root = PACKAGE.parent
+    if not (root / ".git").exists():
+        pytest.skip("not a checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    names = {name for line in listed.stdout.splitlines() if (name := line.split("/")[0])}
+    assert {name for name in names if (root / name).exists()} == ROOT_NAMES

@@ -119,6 +119,9 @@ def test_python_examples_run(page: str, folder: Path) -> None:
         if any(use in text for _, text in blocks for use in used):
             needs.module(name)
             imported = forked.TORCH
+    for command in _commands(page):
+        if shlex.split(command)[1] == "convert":  # blocks load what it writes
+            _run([sys.executable, "-m", *shlex.split(command)], forked.COMMANDS, folder)
     said = _run([sys.executable, "-c", _RUN, page], imported, folder, repr(blocks))
     outputs = re.split(r"^-- line \d+\n", said, flags=re.M)[1:]
     assert len(outputs) == len(blocks)
