@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ from streamload.formats.imatrix import Importance
 from streamload.formats.reader import import_all
 
 _T = TypeVar("_T")
+#: Experts of a layer in one tensor, as transformers 5 has them in its modules.
+_FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 #: Most bytes of a file by default: huggingface_hub splits there.
 DEFAULT_SHARD_SIZE = "5GB"
@@ -396,9 +399,31 @@ class Model:
             self.refuse(problem, list(shape), list(found.shape), found.info.name)
         return found
 
-    def by_name(self, prefix: str) -> dict[str, Target]:
-        """Return all tensors by name; ``prefix`` is removed from the names that have it."""
-        return {name.removeprefix(prefix): each for name, each in self.tensors.items()}
+    def by_name(self, prefix: str = "") -> dict[str, Target]:
+        """Return all tensors by name; ``prefix`` is removed from the names that have it.
+
+        Experts that are one tensor are listed one by one, as checkpoints of single experts name
+        them: (experts, rows, columns), of which gate has the first half of ``gate_up_proj``'s rows.
+        """
+        found: dict[str, Target] = {}
+        for name, target in self.tensors.items():
+            fused = _FUSED_EXPERTS.fullmatch(name)
+            if fused is None or len(target.shape) != 3 or target.stored is not None:
+                found[name.removeprefix(prefix)] = target
+                continue
+            kinds = fused[2].removesuffix("_proj").split("_")
+            experts, rows, columns = target.shape
+            numel, at = rows // len(kinds) * columns, 0
+            if rows % len(kinds) or target.source.turn or len(target.source.pieces) > 1:
+                self.refuse("its experts cannot be taken apart", tensor=name)
+            for expert in range(experts):
+                for kind in kinds:
+                    piece = replace(target.source.pieces[0], first=at, stop=at + numel)
+                    own = f"{fused[1]}.{expert}.{kind}_proj.weight".removeprefix(prefix)
+                    shape, made = (numel // columns, columns), Joined((piece,))
+                    found[own] = replace(target, name=own, shape=shape, made=made)
+                    at += numel
+        return found
 
     def refuse(
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversions import quiet, tensors_of
+from conversions import files_of, quiet, tensors_of
 from gguf_models import CONFIGS, write_model
 from safetensors_files import write_safetensors
 
+from streamload.checkpoint.digests import SIDECAR
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import CheckpointError
 from streamload.formats.safetensors import SINGLE
@@ -126,3 +127,88 @@ def test_a_gpt2_with_a_head_of_its_own(tmp_path: Path) -> None:
         assert values(tmp_path / target, HEAD) == head.tobytes()
     with pytest.raises(CheckpointError, match=r"no such tie_word_embeddings: lm_head\.weight is"):
         quiet(source, tmp_path / "c", to="llm.c")
+
+
+def mixture(folder: Path, *, fused: bool) -> Path:
+    """A Qwen3 with 3 experts a layer: a tensor for each matrix, or one for each kind."""
+    config = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    write_model(folder, "qwen3", tokenizer=False, dtype="F32")
+    said = json.loads((folder / "config.json").read_text())
+    said |= {"model_type": "qwen3_moe", "norm_topk_prob": True, "head_dim": 32} | config
+    (folder / "config.json").write_text(json.dumps(said))
+    tensors = {
+        name: ("F32", shape, data)
+        for name, (_, shape, data) in tensors_of(folder).items()
+        if ".mlp." not in name
+    }
+    random = np.random.default_rng(5)
+    for mlp in (f"model.layers.{i}.mlp" for i in range(2)):
+        joined = random.normal(size=(3, 64, 64)).astype(np.float32)  # 32 rows of gate, 32 of up
+        down = random.normal(size=(3, 64, 32)).astype(np.float32)
+        arrays = {f"{mlp}.gate.weight": random.normal(size=(3, 64)).astype(np.float32)}
+        whole = {f"{mlp}.experts.gate_up_proj": joined, f"{mlp}.experts.down_proj": down}
+        for each in range(3):
+            parts = {"gate": joined[each, :32], "up": joined[each, 32:], "down": down[each]}
+            single = {f"{mlp}.experts.{each}.{k}_proj.weight": a for k, a in parts.items()}
+            arrays |= whole if fused else single
+        tensors |= {name: ("F32", a.shape, a.tobytes()) for name, a in arrays.items()}
+    write_safetensors(folder / SINGLE, tensors)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "gguf"},
+        {"to": "gguf", "dtype": "float16"},
+        {"to": "gguf", "quant": "q8_0"},
+        {"to": "gguf", "quant": "q4_k_m"},
+        {"to": "mlc", "quant": "q4f16_1"},
+        {"to": "mlc", "quant": "q0f32"},
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_fused_experts_are_written(tmp_path: Path, options: dict[str, Any]) -> None:
+    """As the same experts in tensors of their own are, to the last byte."""
+    for name, fused in (("one", True), ("several", False)):
+        quiet(
+            mixture(tmp_path / f"in-{name}", fused=fused), tmp_path / name, **options, verify=True
+        )
+    found, expected = (
+        {path: data for path, data in files_of(tmp_path / name).items() if path != SIDECAR}
+        for name in ("one", "several")
+    )
+    assert found == expected
+    if options == {"to": "gguf"}:
+        stack = tensors_of(tmp_path / "one")["model.layers.1.mlp.experts.2.up_proj.weight"]
+        joined = tensors_of(tmp_path / "in-one")["model.layers.1.mlp.experts.gate_up_proj"]
+        assert stack[2] == np.frombuffer(joined[2], np.float32).reshape(3, 64, 64)[2, 32:].tobytes()
+
+
+def test_packed_experts_are_written(tmp_path: Path) -> None:
+    """Experts of one tensor that are stored quantised are dequantised on the way."""
+    source = mixture(tmp_path / "in", fused=True)
+    quiet(source, tmp_path / "nf4", quant={"*.experts.*": "nf4"})
+    quiet(tmp_path / "nf4", tmp_path / "plain", dtype="float32")
+    for name in ("nf4", "plain"):
+        quiet(tmp_path / name, tmp_path / f"{name}-gguf", to="gguf", dtype="float32")
+    found, expected = ((tmp_path / f"{n}-gguf/model.gguf").read_bytes() for n in ("nf4", "plain"))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("model.layers.1.mlp.experts.gate_up_scales", False),
+        ("model.layers.2.enorm.weight", True),  # after the last layer: it predicts more tokens
+        ("model.vision.weight", True),
+    ],
+)
+def test_what_a_model_needs_is_not_left_out(tmp_path: Path, name: str, hint: bool) -> None:
+    """The error suggests ``exclude`` for tensors outside of the model's layers alone."""
+    source = write_model(tmp_path / "in", "llama", tokenizer=False)
+    tensors = {n: (t.code, shape, data) for n, (t, shape, data) in tensors_of(source).items()}
+    write_safetensors(source / SINGLE, tensors | {name: ("F32", (2, 2), bytes(16))})
+    with pytest.raises(CheckpointError, match="has no name in GGUF") as raised:
+        quiet(source, tmp_path / "out", to="gguf")
+    assert ("exclude=" in str(raised.value)) is hint

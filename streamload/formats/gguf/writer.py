@@ -12,6 +12,7 @@ Source: docs/gguf.md in github.com/ggml-org/ggml, and the names of split files i
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from streamload.codecs.weights import Packed
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import BY_CODE, F16, F32
 from streamload.core.location import Location
+from streamload.core.model_config import stated
 from streamload.core.system import trim_heap
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats.gguf.architectures import Architecture, module_of
@@ -119,7 +121,7 @@ class GGUF(FormatWriter):
         if self._diffusion is not None:
             return self._diffusion.targets()
         model, architecture = self.model, self._architecture
-        kept = {name: t for name, t in model.tensors.items() if not is_computed(name)}
+        kept = {name: t for name, t in model.by_name().items() if not is_computed(name)}
         for name, target in kept.items():
             if architecture.to_gguf(name) is not None:
                 _check_kind(model, name, target)
@@ -131,12 +133,13 @@ class GGUF(FormatWriter):
         for name, target in kept.items():
             own = architecture.to_gguf(name)
             if own is None or not own.endswith((".weight", ".bias")):
-                raise CheckpointError(
-                    model.path,
-                    f"it has no name in GGUF for the architecture {architecture.name}: leave it "
-                    f'out with exclude=["{name}"] (--exclude)',
-                    tensor=name,
+                advice = (
+                    "llama.cpp's own convert_hf_to_gguf.py knows more"
+                    if self._is_needed(name)
+                    else f'leave it out with exclude=["{name}"] (--exclude)'
                 )
+                problem = f"it has no name in GGUF for the architecture {architecture.name}"
+                raise CheckpointError(model.path, f"{problem}: {advice}", tensor=name)
             if own == HEAD and self._is_tied:
                 continue
             number = architecture.number_in_stack(name)
@@ -167,12 +170,22 @@ class GGUF(FormatWriter):
         }
         return rope | found
 
+    def _is_needed(self, name: str) -> bool:
+        """Whether a tensor that GGUF has no name for is in a layer of the model."""
+        modules = self._architecture.modules.values()
+        starts = {each.partition(".{}.")[0] for each in modules if ".{}." in each}
+        found = re.fullmatch(r"(.*?)\.(\d{1,9})\..*", name)
+        if found is None or not {found[1], self._architecture.prefix + found[1]} & starts:
+            return False
+        count = stated(self.model.config, "num_hidden_layers")
+        return type(count) is not int or int(found[2]) < count  # what follows predicts more tokens
+
     def _stacked(self, own: str, parts: Mapping[int, Target]) -> Target:
         """Return a stack of tensors by their numbers; CheckpointError if they differ."""
         listed = [parts[number] for number in sorted(parts)]
         kinds = {(t.dtype, t.quant, t.shape, t.stored and t.stored.kind) for t in listed}
-        stated = (self.model.config.get(key) for key in ("num_experts", "num_local_experts"))
-        count = next((each for each in stated if type(each) is int), len(parts))
+        known = (self.model.config.get(key) for key in ("num_experts", "num_local_experts"))
+        count = next((each for each in known if type(each) is int), len(parts))
         if len(parts) != count or max(parts) != count - 1 or len(kinds) > 1:
             self.model.refuse(
                 f"they cannot be stacked to {own}",
@@ -188,10 +201,10 @@ class GGUF(FormatWriter):
     @property
     def _is_tied(self) -> bool | None:
         """Whether the head is the embedding; None if unknown: then a head is written if present."""
-        stated = self.model.config.get("tie_word_embeddings")
-        if stated is None:
+        found = self.model.config.get("tie_word_embeddings")
+        if found is None:
             return True if self._architecture.name == "gpt2" else None
-        return stated if isinstance(stated, bool) else None
+        return found if isinstance(found, bool) else None
 
     def _target(self, own: str, name: str, target: Target) -> Target:
         """Return a tensor to write under GGUF's name ``own``, in GGUF's order of rows and type."""
@@ -233,7 +246,7 @@ class GGUF(FormatWriter):
 
     @cached_property
     def _mixer(self) -> Mixer:
-        found = map(self._architecture.to_gguf, self.model.tensors)
+        found = map(self._architecture.to_gguf, self.model.by_name())
         names = {name for name in found if name is not None} - ({HEAD} if self._is_tied else set())
         return Mixer(names, self.model.config)
 
