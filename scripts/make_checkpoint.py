@@ -20,7 +20,8 @@ import math
 import shutil
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 SMALL_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # without extremes
 BLOCK_NUMEL = 2**22 + 2**4  # 8 MiB of bf16, and a bit, so that shifts do not fall on pages
 SHIFT_NUMEL = 1_327_217  # a prime: how far each next use of the block starts after the last
+
+_THREADS = 8
+_WRITE_NBYTES = 2**26  # a thread's part, about
 
 #: Tensors that `--extremes` plants in, and where: at the start of their data.
 EXTREME_TENSORS = (
@@ -211,14 +215,22 @@ class _Source:
         self._itemsize = dtype.itemsize
         self._shift = 0
 
-    def pieces(self, nbytes: int, norm: bool) -> Iterator[memoryview]:
+    def pieces(self, nbytes: int, norm: bool) -> list[memoryview]:
         block = self._norm if norm else self._block
+        found = []
         while nbytes:
             start = self._shift * self._itemsize
             piece = block[start : start + nbytes]
             self._shift = (self._shift + SHIFT_NUMEL) % BLOCK_NUMEL
             nbytes -= len(piece)
-            yield piece
+            found.append(piece)
+        return found
+
+
+def _write(path: Path, start: int, pieces: Sequence[bytes | memoryview]) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.writelines(pieces)
 
 
 def make_header(
@@ -308,14 +320,23 @@ def make_checkpoint(
 
     source = _Source(dtype, seed)
     planted = extremes(dtype).tobytes() if plant_extremes else b""
-    for name, part in zip(names, parts, strict=True):
-        with (partial / name).open("wb") as file:
-            file.write(make_header([(t, shapes[t]) for t in part], dtype, offset_mod_16))
+    with ThreadPoolExecutor(_THREADS) as pool:  # a core writes slower than memory takes it
+        written = []
+        for name, part in zip(names, parts, strict=True):
+            pieces: list[bytes | memoryview]
+            pieces = [make_header([(t, shapes[t]) for t in part], dtype, offset_mod_16)]
+            start, nbytes = 0, len(pieces[0])
+            (partial / name).touch()
             for tensor in part:
                 first = planted[: sizes[tensor]] if tensor in EXTREME_TENSORS else b""
-                file.write(first)
                 norm = "norm" in tensor and len(shapes[tensor]) == 1
-                file.writelines(source.pieces(sizes[tensor] - len(first), norm))
+                pieces += [first, *source.pieces(sizes[tensor] - len(first), norm)]
+                nbytes += sizes[tensor]
+                if tensor == part[-1] or nbytes > _WRITE_NBYTES:
+                    written.append(pool.submit(_write, partial / name, start, pieces))
+                    start, nbytes, pieces = start + nbytes, 0, []
+        for one in written:
+            one.result()
     total_nbytes = sum(sizes.values())
     if len(parts) > 1:
         index = {

@@ -96,8 +96,11 @@ def models(scale: float) -> dict[str, Any]:
         }
 
 
-def write(folder: Path, scale: float, say: Callable[[str], None]) -> None:
-    """Write a pipeline of random bfloat16, as diffusers does; nothing if it is there."""
+def write(folder: Path, scale: float, say: Callable[[str], None], shards: int = 3) -> None:
+    """Write a pipeline of random bfloat16, as diffusers does; nothing if it is there.
+
+    ``shards``: files of its transformer.
+    """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
@@ -108,7 +111,7 @@ def write(folder: Path, scale: float, say: Callable[[str], None]) -> None:
         say(f"writing {name}")
         of_diffusers = name in ("transformer", "vae")
         out = folder / name
-        make_checkpoint(out, MetaShape(model), shards=3 if name == "transformer" else 1)
+        make_checkpoint(out, MetaShape(model), shards=shards if name == "transformer" else 1)
         for file in out.glob("model.safetensors*") if of_diffusers else ():
             file.rename(out / f"diffusion_pytorch_{file.name}")
         if of_diffusers:

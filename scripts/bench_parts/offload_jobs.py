@@ -15,31 +15,35 @@ _PROMPT = 16  # tokens
 _LAYER_NBYTES = 840_000_000  # about, of 64 experts of 12.6 MB
 
 
-def write_mixture(out: Path, nbytes: int) -> None:
-    """Write a Qwen3-MoE of about so many bytes of bfloat16: 64 experts a layer, 8 chosen."""
+def write_mixture(out: Path, nbytes: int, shards: int = 5, **sizes: int) -> None:
+    """Write a Qwen3-MoE of about so many bytes of bfloat16: 64 experts a layer, 8 chosen.
+
+    ``sizes`` replace those of its configuration.
+    """
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=32768,
-        hidden_size=2048,
-        intermediate_size=4096,
-        moe_intermediate_size=1024,
-        num_hidden_layers=max(round(nbytes / _LAYER_NBYTES), 1),
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=64,
-        num_experts_per_tok=8,
-        decoder_sparse_step=1,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype="bfloat16",
-    )
+    given: dict[str, Any] = {
+        "vocab_size": 32768,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": max(round(nbytes / _LAYER_NBYTES), 1),
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "dtype": "bfloat16",
+    }
+    config = Qwen3MoeConfig(**given | sizes)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
-    make_checkpoint(out, MetaShape(model), shards=5)
+    make_checkpoint(out, MetaShape(model), shards=shards)
     config.save_pretrained(out)
 
 

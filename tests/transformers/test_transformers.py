@@ -1015,64 +1015,6 @@ def test_several_devices_need_accelerate(tmp_path: Path) -> None:
     assert "pip install accelerate" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_on_a_gpu(tmp_path: Path, name: str) -> None:
-    """On a GPU are the same bits, computed buffers among them, and a model that runs."""
-    if not torch.cuda.is_available():  # CI has none
-        pytest.skip("no CUDA device here")
-    saved(tmp_path, name, torch.bfloat16)
-    found = load(tmp_path, device="cuda:0", budget="100MB")
-    assert {str(t.device) for t in tensors_of(found).values()} == {"cuda:0"}
-    ids = torch.tensor([[5, 17, 3, 42, 8]], device="cuda:0")
-    if name != "bert":
-        found.generate(ids, do_sample=False, max_new_tokens=4, pad_token_id=0)
-    assert_same(found.cpu(), reference(tmp_path, name))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        (
-            "llama-tied",
-            {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 8, "head_dim": 128},
-        ),
-        ("qwen3-moe", {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 6}),
-        ("gpt2", {"n_embd": 512, "n_layer": 8}),
-        ("t5", {"d_model": 512, "d_kv": 128, "d_ff": 1024, "num_layers": 4}),
-    ],
-)
-def test_layers_over_two_gpus(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
-    """Layers split over two GPUs by budget run there, and give the same tokens as on one."""
-    needs.module("accelerate")
-    if torch.cuda.device_count() < 2:  # CI has none
-        pytest.skip("no two CUDA devices here")
-    folder = saved(tmp_path, name, **changes)
-    names = ["cuda:0", "cuda:1"]
-    whole = load(folder, device="cuda:0")
-    budget = dict.fromkeys(names, whole.streamload_report.resident_nbytes * 7 // 10)
-    found = load(folder, device=names, budget=budget)
-    assert set(found.hf_device_map.values()) == {0, 1}
-    assert {str(t.device) for t in tensors_of(found).values()} == set(names)
-    ids = torch.tensor([[5, 17, 3, 42, 8]], device="cuda:0")
-    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
-    assert found.generate(ids, **options).tolist() == whole.generate(ids, **options).tolist()
-
-
-def test_a_model_with_a_new_head_runs_on_a_gpu_and_the_cpu(tmp_path: Path) -> None:
-    """Split over a GPU and the CPU, with a head that the checkpoint lacks, a model runs."""
-    needs.module("accelerate")
-    if not torch.cuda.is_available():  # CI has none
-        pytest.skip("no CUDA device here")
-    changes = {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "head_dim": 128}
-    folder = saved(tmp_path, "llama", **changes)
-    lost = ("lm_head.weight", "model.layers.7.mlp.up_proj.weight")
-    rewrite(folder, lambda t: {k: v for k, v in t.items() if k not in lost})
-    found = load(folder, device=["cuda:0", "cpu"], budget={"cuda:0": "52MB"}, strict=False)
-    assert set(found.hf_device_map.values()) == {0, "cpu"}
-    ids = torch.tensor([[5, 17, 3, 42, 8]], device="cuda:0")
-    assert found(ids).logits.isfinite().all()
-
-
 def test_the_example_generates(tmp_path: Path) -> None:
     """The example prints the report and the tokens that transformers' own loading generates."""
     folder = saved(tmp_path, "llama")

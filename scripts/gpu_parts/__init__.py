@@ -1,0 +1,1 @@
+"""What ``scripts/gpu`` does on a machine with a GPU."""

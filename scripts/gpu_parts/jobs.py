@@ -1,0 +1,508 @@
+"""Processes of ``scripts/gpu``: checkpoints, what plain torch computes of them, and the rows.
+
+Each function returns a function of laps (`streamload.bench.processes.call`). A lap runs a step and
+returns figures of it. ``{"end": True}`` is the last.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Steps = Iterator[dict[str, Any]]
+Lap = Callable[[], dict[str, Any]]
+
+#: |found - expected| / |expected - its mean| of quantized weights, whose products are summed in
+#: other orders. nf4 differs from bfloat16 by far more (`tests/house/test_gpu.py`).
+TOLERANCE = 0.05
+_PASSES = 5
+_IDLE_S = 3.0
+_TOKENS = 8  # generated
+_PROMPT = 16  # tokens, where a pass has more than one
+_GAP = 0.25  # of the logits' deviation, that a generated token may be below the most likely
+
+
+def _laps(steps: Steps, trace: str = "") -> Lap:
+    """Return a function that runs the next step.
+
+    With ``trace``, a file for errors and crashes, the first step is taken at once: the imports.
+    """
+
+    def lap() -> dict[str, Any]:
+        try:
+            return next(steps, {"end": True})
+        except BaseException:
+            if trace:
+                Path(trace).write_text(traceback.format_exc())
+            raise
+
+    if trace:
+        faulthandler.enable(open(trace, "w"))  # noqa: SIM115  (until the process ends)
+        lap()
+    return lap
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def write_llamas(folder: str, nbytes: int, shards: list[int]) -> Lap:
+    """Write a Llama and its nf4 as so many files each; 0 bytes: Llama-3-8B's shape."""
+
+    def steps() -> Steps:
+        from make_checkpoint import PRESETS, make_checkpoint, shape_of_size
+
+        from streamload import convert
+        from streamload.core.dtypes import BF16
+
+        shape = shape_of_size(nbytes, BF16) if nbytes else PRESETS["llama-3-8b"]
+        for count in shards:
+            out = Path(folder, f"llama-{count}")
+            total_nbytes = make_checkpoint(out, shape, shards=count)
+            yield {"made": str(out)}
+            nf4 = Path(folder, f"llama-nf4-{count}")
+            # of four files the largest tensor takes much of one: parts of any size
+            most: Any = "1TB" if count == 1 else total_nbytes // (3 * count)
+            warnings.simplefilter("ignore")
+            convert(out, nf4, quant="nf4", max_shard_size=most, progress=False)
+            yield {"made": str(nf4)}
+
+    return _laps(steps())
+
+
+def write_others(folder: str, nbytes: int, scale: float, shards: list[int]) -> Lap:
+    """Write a mixture of experts and a pipeline of diffusers, as so many files each.
+
+    ``nbytes`` of the mixture, or 0: a tiny one. ``scale`` of the pipeline, as of Flux.
+    """
+
+    def steps() -> Steps:
+        import importlib.util
+
+        from bench_parts.diffusers_jobs import write
+        from bench_parts.offload_jobs import write_mixture
+
+        tiny = {"vocab_size": 512, "hidden_size": 128, "moe_intermediate_size": 64}
+        tiny |= {"num_hidden_layers": 4, "head_dim": 32, "num_attention_heads": 4}
+        tiny |= {"num_experts": 8, "num_experts_per_tok": 2}
+        for count in shards:
+            out = Path(folder, f"mixture-{count}")
+            write_mixture(out, nbytes, count, **({} if nbytes else tiny))
+            yield {"made": str(out)}
+        for count in shards if importlib.util.find_spec("diffusers") else ():
+            out = Path(folder, f"pipeline-{count}")
+            write(out, scale, lambda text: None, count)
+            yield {"made": str(out)}
+
+    return _laps(steps())
+
+
+# --- what plain torch computes --------------------------------------------------------------------
+
+
+def _ids(vocabulary: int, count: int, device: str) -> Any:
+    import torch
+
+    made = torch.Generator().manual_seed(count)
+    return torch.randint(0, vocabulary, (1, count), generator=made).to(device)
+
+
+def _logits(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def _generated(model: Any, ids: Any) -> Any:
+    import torch
+
+    given = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
+    given |= {"pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    return model.generate(ids, **given)
+
+
+def _prompt(count: int) -> int:
+    return min(count, _PROMPT)
+
+
+def _plain(path: str, device: str, change: Callable[[str, Any], Any]) -> Any:
+    """Return a model of transformers with the files' tensors, each through ``change``."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    state = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt", device=device) as reader:
+            for name in reader.keys():  # noqa: SIM118  (it is no dict)
+                state[name] = change(name, reader.get_tensor(name))
+    model.load_state_dict(state, assign=True, strict=True)
+    # its frequencies are in no file, and computed by the CPU
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model.eval()
+
+
+def _as_stored(name: str, weight: Any) -> Any:
+    return weight
+
+
+def _is_quantized(name: str, weight: Any) -> bool:
+    return weight.ndim == 2 and ".layers." in name
+
+
+def nf4(name: str, weight: Any) -> Any:
+    """Return the weight of a layer rounded to nf4: 16 quantiles of the normal, blocks of 64."""
+    import torch
+
+    if not _is_quantized(name, weight):
+        return weight
+    table = torch.tensor(
+        [
+            *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+            *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+            *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+            *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+        ],
+        device=weight.device,
+    )  # QLoRA (arXiv 2305.14314), appendix E
+    blocks = weight.float().reshape(-1, 64)
+    most = blocks.abs().amax(1, keepdim=True)
+    codes = torch.bucketize(blocks / most, (table[1:] + table[:-1]) / 2)
+    return (table[codes] * most).reshape(weight.shape).to(weight.dtype)
+
+
+def int8(name: str, weight: Any) -> Any:
+    """Return the weight of a layer rounded to 8 bits, with a scale for each row."""
+    if not _is_quantized(name, weight):
+        return weight
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    return ((weight.float() / scale).round() * scale).to(weight.dtype)
+
+
+_CHANGES = {"bfloat16": _as_stored, "nf4": nf4, "int8": int8}
+
+
+def expect_llama(path: str, device: str, out: str) -> Lap:
+    """Save logits and tokens of a Llama and its roundings, to ``out``-bfloat16.pt and so on."""
+
+    def steps() -> Steps:
+        for kind in _CHANGES:
+            yield _expect(path, device, kind, f"{out}-{kind}.pt", (1, 128))
+
+    return _laps(steps())
+
+
+def expect_mixture(path: str, device: str, out: str) -> Lap:
+    """Save logits and tokens of a mixture."""
+
+    def steps() -> Steps:
+        yield _expect(path, device, "bfloat16", f"{out}-bfloat16.pt", (128,))
+
+    return _laps(steps())
+
+
+def _expect(path: str, device: str, kind: str, out: str, counts: tuple[int, ...]) -> dict[str, Any]:
+    import torch
+
+    model = _plain(path, device, _CHANGES[kind])
+    vocabulary = model.config.vocab_size
+    found: dict[str, Any] = {"vocabulary": vocabulary}
+    for count in counts:
+        ids = _ids(vocabulary, count, device)
+        found[f"logits {count}"] = _logits(model, ids).cpu()
+        found[f"tokens {count}"] = _generated(model, ids[:, : _prompt(count)]).tolist()
+    torch.save(found, out)
+    return {"made": out}
+
+
+def expect_pipeline(path: str, device: str, out: str) -> Lap:
+    """Save an image of a pipeline that diffusers loads."""
+
+    def steps() -> Steps:
+        import torch
+        from diffusers import DiffusionPipeline
+
+        pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.bfloat16).to(device)
+        torch.save(_image(pipe), f"{out}.pt")
+        yield {"made": f"{out}.pt"}
+
+    return _laps(steps())
+
+
+def _image(pipe: Any) -> Any:
+    import torch
+    from bench_parts.diffusers_jobs import PROMPT
+
+    pipe.set_progress_bar_config(disable=True)
+    given: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 2}
+    given |= {"generator": torch.Generator("cpu").manual_seed(7), "max_sequence_length": 64}
+    return pipe(PROMPT, output_type="pt", **given).images.float().cpu()
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class _Device:
+    """Torch's device, and what its allocator counts."""
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        self.name, self.on_cuda = name, name.startswith("cuda")
+        made = torch.zeros(64, 64, device=name)
+        _ = made @ made  # cuBLAS's workspace
+        self.finish()
+        self.base_nbytes = self.allocated_nbytes()
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats(name)
+
+    def finish(self) -> None:
+        if self.on_cuda:
+            import torch
+
+            torch.cuda.synchronize(self.name)
+
+    def allocated_nbytes(self) -> int:
+        import torch
+
+        return torch.cuda.memory_allocated(self.name) if self.on_cuda else 0
+
+    def peak_nbytes(self) -> int:
+        """Return the most bytes above those of the start."""
+        import torch
+
+        return torch.cuda.max_memory_allocated(self.name) - self.base_nbytes if self.on_cuda else 0
+
+    def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        """Return what a call returns, and its seconds to the end of what the device computes."""
+        begun = time.perf_counter()
+        found = work()
+        self.finish()
+        return found, time.perf_counter() - begun
+
+
+def difference(found: Any, expected: Any, exact: bool) -> tuple[str, float]:
+    """Return what is wrong ("" if nothing), and |found - expected| / |expected - mean|."""
+    import torch
+
+    found = found.cpu()
+    if found.shape != expected.shape:
+        return f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}", float("inf")
+    if torch.equal(found, expected):
+        return "", 0.0
+    apart = (found.float() - expected.float()).norm()
+    error = float(apart / (expected.float() - expected.float().mean()).norm())
+    if exact:
+        count = int((found != expected).sum())
+        return f"{count} of {found.numel()} differ, by {error:.2g}", error
+    return ("" if error <= TOLERANCE else f"differs by {error:.2g}"), error
+
+
+def load(path: str, device: str, trace: str) -> Lap:
+    """Load a state dict, twice, and compare each tensor with what safetensors reads."""
+
+    def steps() -> Steps:
+        import torch
+        from safetensors import safe_open
+
+        from streamload import load_state_dict
+
+        yield {}
+        on = _Device(device)
+        state: dict[str, Any] = {}
+        for name in ("load", "load again"):
+            state.clear()
+
+            def loaded() -> Any:
+                return load_state_dict(
+                    None, path, device=device, dtype="checkpoint", progress=False
+                ).state_dict
+
+            found, seconds = on.timed(loaded)
+            state.update(found)
+            del found
+            yield {"step": name, "seconds": seconds}
+        peak_nbytes, names, wrong = on.peak_nbytes(), set(), []
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, "pt", device=device) as reader:
+                for name in reader.keys():  # noqa: SIM118  (it is no dict)
+                    names.add(name)
+                    tensor = state.get(name)
+                    if tensor is None or not torch.equal(tensor, reader.get_tensor(name)):
+                        wrong.append(name)
+        if state.keys() != names:
+            wrong.append(f"{len(state)} tensors, expected {len(names)}")
+        yield {"step": "check", "wrong": ", ".join(wrong[:5]), "device_nbytes": peak_nbytes}
+
+    return _laps(steps(), trace)
+
+
+def model(
+    path: str,
+    device: str,
+    trace: str,
+    expected: str,
+    count: int,
+    exact: bool,
+    budget: int | None = None,
+    options: dict[str, Any] | None = None,
+) -> Lap:
+    """Open a model of transformers, compare passes and generated tokens with those expected.
+
+    Args:
+        path: the checkpoint.
+        device: of torch.
+        trace: a file for errors.
+        expected: the file of `expect_llama`.
+        count: tokens of a pass.
+        exact: whether logits and tokens equal those expected; else within `TOLERANCE`.
+        budget: bytes of the device for an offloaded model; 0: the least that works; None: the whole
+            model stays there.
+        options: others of ``from_pretrained``.
+    """
+
+    def steps() -> Steps:
+        import torch
+        import transformers.generation  # noqa: F401
+
+        from streamload.transformers import from_pretrained
+
+        yield {}
+        on = _Device(device)
+        wanted = torch.load(expected)
+        ids = _ids(wanted["vocabulary"], count, device)
+        given: dict[str, Any] = {"device": device, "progress": False, **(options or {})}
+        if budget is not None:
+            given |= {"offload": True, "tokens": count}
+            given["budget"] = budget or least(lambda n: from_pretrained(path, **given, budget=n))
+        opened, seconds = on.timed(lambda: [from_pretrained(path, **given)])
+        yield {"step": "open", "seconds": seconds}
+
+        def compared(step: str, times: int = 1) -> dict[str, Any]:
+            took, wrong, error = [], "", 0.0
+            for _ in range(times):
+                found, seconds = on.timed(lambda: _logits(opened[0], ids))
+                why, apart = difference(found, wanted[f"logits {count}"], exact)
+                wrong, error = wrong or why, max(error, apart)
+                took.append(seconds)
+            said = {"step": step, "seconds": median(took), "wrong": wrong, "error": error}
+            return said | {"device_nbytes": on.peak_nbytes()}
+
+        yield compared("first pass")
+        yield compared("pass", _PASSES)
+        if budget is not None:
+            report = opened[0].streamload_offload.report
+            yield {"step": "budget", "wrong": _over(report, on.peak_nbytes(), given["budget"])}
+        time.sleep(_IDLE_S)
+        yield compared("idle pass")
+        prompt = ids[:, : _prompt(count)]
+        tokens, seconds = on.timed(lambda: _generated(opened[0], prompt))
+        wrong = ""
+        if exact and tokens.tolist() != wanted[f"tokens {count}"]:
+            wrong = f"tokens {tokens.tolist()}, expected {wanted[f'tokens {count}']}"
+        if not exact:
+            wrong = _unlikely(_logits(opened[0], tokens)[0], tokens[0], prompt.shape[1])
+        yield {"step": "generate", "seconds": seconds, "wrong": wrong}
+        yield compared("last pass")
+        if budget is not None:
+            opened[0].streamload_offload.close()
+        opened.clear()
+        left_nbytes = on.allocated_nbytes() - on.base_nbytes
+        gc.collect()
+        yield {
+            "step": "close",
+            "left_nbytes": left_nbytes,
+            "left_after_gc_nbytes": on.allocated_nbytes() - on.base_nbytes,
+        }
+
+    return _laps(steps(), trace)
+
+
+def _over(report: Any, peak_nbytes: int, budget: int) -> str:
+    """Return what is wrong with a pass under a budget; "" if it is under it, and streams."""
+    if peak_nbytes > budget:
+        return f"{peak_nbytes} of {budget} bytes of the device"
+    return "" if report.pass_nbytes else "no weight streams: the budget holds all"
+
+
+def _unlikely(logits: Any, tokens: Any, first: int) -> str:
+    """Return which token from ``first`` on is far from the most likely one; "" if none is."""
+    for at in range(first, len(tokens)):
+        row = logits[at - 1].float()
+        gap = float((row.max() - row[tokens[at]]) / row.std())
+        if not gap <= _GAP:
+            return f"token {at} is {gap:.2g} deviations below the most likely"
+    return ""
+
+
+def least(make: Callable[[int], Any]) -> int:
+    """Return the least budget, in about a MiB, with which ``make(budget)`` works."""
+    from streamload.errors import PlanInfeasibleError
+
+    budget = 2**20
+    while True:
+        try:
+            made = make(budget)
+        except PlanInfeasibleError as error:
+            budget += max(error.needed_nbytes - error.budget_nbytes, 1)
+        else:
+            made.streamload_offload.close()
+            return budget
+
+
+def pipeline(path: str, device: str, trace: str, expected: str) -> Lap:
+    """Open a pipeline of diffusers under the least budget, and compare images with diffusers'."""
+
+    def steps() -> Steps:
+        import torch
+
+        from streamload.diffusers import from_pretrained
+
+        yield {}
+        wanted = torch.load(expected)
+        on = _Device(device)
+        given: dict[str, Any] = {"device": device, "progress": False, "offload": True}
+        budget = least(lambda n: from_pretrained(path, **given, budget=n))
+        gc.collect()
+        pipe, seconds = on.timed(lambda: from_pretrained(path, **given, budget=budget))
+        yield {"step": "open", "seconds": seconds}
+        for step in ("first pass", "pass", "idle pass"):
+            if step == "idle pass":
+                time.sleep(_IDLE_S)
+            found, seconds = on.timed(lambda: _image(pipe))
+            why, apart = difference(found, wanted, exact=False)
+            yield {
+                **{"step": step, "seconds": seconds, "wrong": why, "error": apart},
+                "device_nbytes": on.peak_nbytes(),
+            }
+        pipe.streamload_offload.close()
+
+    return _laps(steps(), trace)
+
+
+def versions() -> Lap:
+    """Return the device's name, its driver, and versions of packages."""
+
+    def lap() -> dict[str, Any]:
+        import torch
+
+        from streamload.bench.machine import facts
+
+        found: dict[str, Any] = {"versions": facts(), "cuda": torch.version.cuda}
+        if torch.cuda.is_available():
+            found["device"] = torch.cuda.get_device_name(0)
+            found["device_nbytes"] = torch.cuda.get_device_properties(0).total_memory
+        return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+    return lap

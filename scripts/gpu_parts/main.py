@@ -1,0 +1,478 @@
+"""The command line of ``scripts/gpu``: tests, then rows one by one, until its minutes are over."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_parts.state import (
+    KINDS,
+    ROOT,
+    ROWS,
+    SHARDS,
+    digest,
+    digests,
+    row_problem,
+    test_files,
+    test_problem,
+)
+from streamload.bench.processes import Child, MeasurementError, call, open_context
+from streamload.core.units import format_bytes, format_table
+from streamload.errors import DeviceError
+
+_TESTS_AT_ONCE = 5
+_TESTS_SHARE = 0.45  # of the minutes
+_ROW_S = 75.0  # most seconds for a step of a row
+_PREPARE_S = 200.0  # for a step
+_LAST_S = 15.0  # kept for the end
+_LEAST_ROW_S = 20.0  # a row begins only if as much is left
+_MOST_TRACE = 4000  # characters of a row's error
+_ROOM_NBYTES = 60_000_000_000  # of the checkpoints, with some to spare
+_MIXTURE_NBYTES = 5_000_000_000
+_NF4_BUDGET, _BUDGET = 2_000_000_000, 3_000_000_000
+_TINY_NBYTES, _TINY_SCALE, _SCALE = 8_000_000, 0.02, 0.1
+
+
+@dataclass(slots=True)
+class Run:
+    """A run, whose results are written as they come.
+
+    Attributes:
+        out: the file for results, or None.
+        until: the end, on the monotonic clock.
+        work: the folder for checkpoints.
+        device: of torch.
+        rehearsed: whether models are tiny.
+        found: the results.
+        failed: by name of what could not be prepared, the reason.
+    """
+
+    out: Path | None
+    until: float
+    work: Path
+    device: str
+    rehearsed: bool
+    found: dict[str, Any]
+    failed: dict[str, str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    children: set[Child] = field(default_factory=set)
+    processes: set[int] = field(default_factory=set)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until results must be ready."""
+        return self.until - time.monotonic()
+
+    def add(self, kind: str, name: str, facts: Mapping[str, Any]) -> None:
+        """Put a row or test in the place of one of that name, and write all results."""
+        with self.lock:
+            kept = [each for each in self.found[kind] if each[name] != facts[name]]
+            self.found[kind] = sorted([*kept, dict(facts)], key=lambda each: str(each[name]))
+            self.write()
+
+    def write(self) -> None:
+        """Write all results, under the lock."""
+        if self.out is not None:
+            partial = self.out.with_name(self.out.name + ".partial")
+            partial.write_text(json.dumps(self.found, indent=1) + "\n")
+            partial.replace(self.out)
+
+    @contextmanager
+    def child(self, function: str, timeout_s: float, **arguments: Any) -> Iterator[Child]:
+        """Run a job of `jobs` in a process."""
+        job = call(f"gpu_parts.jobs:{function}", **arguments)
+        with Child(job, timeout_s=max(min(timeout_s, self.left_s), 1.0), sample_s=0.02) as child:
+            self.children.add(child)
+            try:
+                yield child
+            finally:
+                self.children.discard(child)
+
+    def kill(self) -> None:
+        """End all processes."""
+        for pid in list(self.processes):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        for child in list(self.children):
+            with suppress(OSError):
+                child.close(at_once=True)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run what is asked for; return the exit status."""
+    try:
+        if not args.rehearse:
+            open_context(0)
+    except DeviceError as error:
+        print(f"gpu: {error}; --rehearse runs tiny models on the CPU", file=sys.stderr)
+        return 2
+    begun = time.monotonic()
+    room = args.work or _room(0 if args.rehearse else _ROOM_NBYTES)
+    with tempfile.TemporaryDirectory(prefix="streamload-gpu-", dir=room) as work:
+        until = begun + args.minutes * 60 - _LAST_S
+        found = _before(args)
+        device = "cpu" if args.rehearse else "cuda:0"
+        run = Run(args.json, until, Path(work), device, args.rehearse, found)
+        watch = threading.Timer(until - begun + _LAST_S / 2, _give_up, (run,))
+        watch.daemon = True
+        watch.start()
+        _say(f"files in {work}")
+        _facts(run)
+        with ThreadPoolExecutor(2) as pool:
+            prepared = pool.submit(_prepare, run, args.only)
+            _test(run, args.only)
+            prepared.result()
+        _rows(run, args.only)
+        watch.cancel()
+    found["seconds"] = round(time.monotonic() - begun, 1)
+    with run.lock:
+        run.write()
+    return _print(run)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _room(nbytes: int) -> Path:
+    """Return a folder with so many bytes free, in memory if it can be."""
+    for name in ("/dev/shm", tempfile.gettempdir()):
+        with suppress(OSError):
+            if shutil.disk_usage(name).free >= nbytes:
+                return Path(name)
+    sys.exit(f"gpu: no room for {format_bytes(nbytes)} in /dev/shm; write --work FOLDER")
+
+
+def _before(args: argparse.Namespace) -> dict[str, Any]:
+    """Return results to begin with: those of the same sources, if only some are to run."""
+    rooms = digests()
+    found: dict[str, Any] = {"rows": [], "tests": []}
+    if args.only != "*" and args.json is not None:
+        with suppress(OSError, ValueError):
+            before = json.loads(args.json.read_text())
+            if before["rooms"] == rooms and before["rehearsed"] == args.rehearse:
+                found = {kind: before[kind] for kind in found}
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = args.commit or ""
+    if not commit:
+        with suppress(OSError):
+            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    facts = {"commit": commit, "digest": digest(rooms), "rooms": rooms, "rehearsed": args.rehearse}
+    return {**facts, "date": time.strftime("%Y-%m-%d"), **found}
+
+
+def _facts(run: Run) -> None:
+    try:
+        with run.child("versions", 60.0) as child:
+            said = child.lap()[0]
+    except MeasurementError as error:
+        said = {"device": f"unknown: {error}"}
+    with run.lock:
+        run.found |= {key: said[key] for key in said if key not in ("seconds", "cpu_s")}
+        run.write()
+
+
+def _give_up(run: Run) -> None:
+    """End the run whatever hangs: results are on the disk."""
+    _say("out of time")
+    threading.Timer(3.0, os._exit, (1,)).start()
+    run.kill()
+    shutil.rmtree(run.work, ignore_errors=True)
+    os._exit(1)
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+def _test(run: Run, only: str) -> None:
+    """Run test files, several at once; one that asks for the memory of all processes, alone."""
+    files = [file for file in test_files() if fnmatch.fnmatch(file, only)]
+    if run.rehearsed:
+        files = files[:0]
+    until = time.monotonic() + run.left_s * _TESTS_SHARE
+    alone = [file for file in files if "DriverMeter" in (ROOT / file).read_text()]
+    for file in alone:
+        _tested(run, file, until)
+    with ThreadPoolExecutor(_TESTS_AT_ONCE) as pool:
+        list(pool.map(lambda file: _tested(run, file, until), [f for f in files if f not in alone]))
+
+
+def _tested(run: Run, file: str, until: float) -> None:
+    """Run a test file in a process, and add its outcomes."""
+    facts: dict[str, Any] = {"file": file, "passed": 0, "failed": 0, "skipped": 0}
+    facts |= {"ended": "", "skips": {}, "failures": {}, "seconds": 0.0}
+    left_s = until - time.monotonic()
+    if left_s < 1:
+        run.add("tests", "file", facts | {"ended": "not run: out of time"})
+        return
+    with tempfile.TemporaryDirectory(dir=run.work) as folder:
+        outcomes = Path(folder, "outcomes")
+        paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environ = os.environ | {"STREAMLOAD_GPU_OUTCOMES": str(outcomes)}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        options = ["-q", "-p", "no:cacheprovider", "-p", "gpu_parts.outcomes", "--tb=short"]
+        command = [sys.executable, "-m", "pytest", *options, f"--basetemp={folder}/tests", file]
+        begun = time.monotonic()
+        with open(Path(folder, "log"), "w+b") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+            run.processes.add(process.pid)
+            try:
+                process.wait(left_s)
+            except subprocess.TimeoutExpired:
+                facts["ended"] = "out of time"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                run.processes.discard(process.pid)
+            facts["seconds"] = round(time.monotonic() - begun, 1)
+            log.seek(0)
+            said = log.read().decode(errors="replace")
+        lines = outcomes.read_text().splitlines() if outcomes.exists() else []
+    _count(facts, list(map(json.loads, lines)))
+    code = process.returncode
+    if not facts["ended"] and code < 0:
+        facts["ended"] = f"killed by {signal.Signals(-code).name}"
+    elif not facts["ended"] and code not in (0, 1, 5):
+        facts["ended"] = f"pytest: exit status {code}"
+    if facts["ended"]:
+        facts["last"], facts["log"] = facts.pop("begun", ""), said[-_MOST_TRACE:]
+    facts.pop("begun", None)
+    run.add("tests", "file", facts)
+    counts = ", ".join(f"{facts[key]} {key}" for key in ("passed", "failed", "skipped"))
+    _say(f"{file}: {counts} in {facts['seconds']} s {facts['ended']}".rstrip())
+
+
+def _count(facts: dict[str, Any], outcomes: Sequence[Mapping[str, Any]]) -> None:
+    """Add what a file's tests said: counts, reasons, and the test that began last."""
+    for one in outcomes:
+        outcome, why = one["outcome"], one.get("why", "")
+        if outcome == "begun":
+            facts["begun"] = one["test"]
+        elif outcome in ("passed", "failed", "skipped"):
+            facts[outcome] += 1
+        if outcome == "skipped":
+            facts["skips"][why] = facts["skips"].get(why, 0) + 1
+        elif outcome == "failed":
+            facts["failures"][one["test"]] = why
+
+
+# --- files and what plain torch computes ----------------------------------------------------------
+
+
+def _prepare(run: Run, only: str) -> None:
+    """Write checkpoints, and what plain torch computes; reasons of failures go to `Run.failed`."""
+    wanted = {kind for kind in KINDS for name in ROWS if _is(name, kind, only)}
+    models = wanted - {"mixture", "pipeline"}
+    nbytes, mixture = (_TINY_NBYTES, 0) if run.rehearsed else (0, _MIXTURE_NBYTES)
+    scale = _TINY_SCALE if run.rehearsed else _SCALE
+    jobs: list[Callable[[], None]] = []
+    if models:
+        given = {"folder": str(run.work), "nbytes": nbytes, "shards": SHARDS}
+        jobs.append(lambda: _made(run, "llama", "write_llamas", given, models != {"load"}))
+    if wanted - models:
+        more = {"folder": str(run.work), "nbytes": mixture, "scale": scale, "shards": SHARDS}
+        kinds = sorted(wanted - models)
+        jobs.append(lambda: _made_others(run, more, kinds))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda job: job(), jobs))
+
+
+def _made(run: Run, name: str, function: str, given: Mapping[str, Any], expect: bool) -> None:
+    _finish(run, name, function, **given)
+    if expect and name not in run.failed:
+        _expect(run, name)
+
+
+def _made_others(run: Run, given: Mapping[str, Any], kinds: Sequence[str]) -> None:
+    _finish(run, "mixture", "write_others", **given)
+    if "mixture" in run.failed:
+        run.failed["pipeline"] = run.failed["mixture"]
+    for kind in kinds:
+        if kind not in run.failed and (run.work / f"{kind}-1").exists():
+            _expect(run, kind)
+
+
+def _expect(run: Run, name: str) -> None:
+    where = {"path": str(run.work / f"{name}-1"), "device": run.device}
+    _finish(run, name, f"expect_{name}", **where, out=str(run.work / f"expected-{name}"))
+
+
+def _finish(run: Run, name: str, function: str, **arguments: Any) -> None:
+    """Run a job to its end."""
+    try:
+        with run.child(function, _PREPARE_S, **arguments) as child:
+            while "end" not in (said := child.lap()[0]):
+                _say(f"made {Path(said['made']).name} in {said['seconds']:.1f} s")
+    except MeasurementError as error:
+        run.failed[name] = f"{function}: {error}"
+        _say(f"{function}: {error}")
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _is(name: str, kind: str, only: str) -> bool:
+    return name.startswith(f"{kind}, ") and fnmatch.fnmatch(name, only)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row: its process, and what it needs."""
+
+    name: str
+    function: str  # "module:function"
+    arguments: dict[str, Any]
+    needs: str  # the name of what is prepared
+    package: str = ""  # without which it is skipped
+
+
+def _all_rows(run: Run, only: str) -> Iterator[_Row]:
+    tiny = run.rehearsed
+    plain: dict[str, Any] = {"count": 128, "exact": True}
+    near = plain | {"exact": False}
+    budget = {"budget": 0 if tiny else _BUDGET}
+    models: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "from_pretrained": ("llama", "llama-bfloat16", plain),
+        "offload, 1 token": ("llama", "llama-bfloat16", plain | budget | {"count": 1}),
+        "offload, 128 tokens": ("llama", "llama-bfloat16", plain | budget),
+        "stored nf4": ("llama-nf4", "llama-nf4", near | {"budget": 0 if tiny else _NF4_BUDGET}),
+        "quant=nf4": ("llama", "llama-nf4", near | {"options": {"quant": "nf4"}}),
+        "quant=int8": ("llama", "llama-int8", near | {"options": {"quant": "int8"}}),
+        "mixture": (
+            "mixture",
+            "mixture-bfloat16",
+            plain | {"budget": 0 if tiny else _MIXTURE_NBYTES // 4},
+        ),
+    }
+    for kind in KINDS:
+        for count, name in zip(SHARDS, (n for n in ROWS if n.startswith(f"{kind}, ")), strict=True):
+            if not fnmatch.fnmatch(name, only):
+                continue
+            trace = str(run.work / f"trace-{kind}-{count}".replace(" ", "-"))
+            given: dict[str, Any] = {"device": run.device, "trace": trace}
+            if kind == "load":
+                given["path"] = str(run.work / f"llama-{count}")
+                yield _Row(name, "gpu_parts.jobs:load", given, "llama")
+            elif kind == "pipeline":
+                given["path"] = str(run.work / f"pipeline-{count}")
+                given["expected"] = str(run.work / "expected-pipeline.pt")
+                yield _Row(name, "gpu_parts.jobs:pipeline", given, "pipeline", "diffusers")
+            else:
+                files, expected, more = models[kind]
+                given |= more | {"path": str(run.work / f"{files}-{count}")}
+                given["expected"] = str(run.work / f"expected-{expected}.pt")
+                package = "bitsandbytes" if kind == "stored nf4" else ""
+                yield _Row(name, "gpu_parts.jobs:model", given, files.partition("-")[0], package)
+
+
+def _rows(run: Run, only: str) -> None:
+    """Run rows one by one, each in a process that imported what it needs during the last one."""
+    rows = list(_all_rows(run, only))
+    ready: Child | None = None
+    for at, row in enumerate(rows):
+        facts: dict[str, Any] = {"name": row.name, "right": False}
+        if run.left_s < _LEAST_ROW_S:
+            facts["wrong"] = "not run: out of time"
+        elif row.needs in run.failed:
+            facts["wrong"] = run.failed[row.needs]
+        else:
+            child, ready = ready or _begun(run, row), None
+            following = rows[at + 1 : at + 2]
+            if following and following[0].needs not in run.failed:
+                ready = _begun(run, following[0])
+            _measure(run, row, child, facts)
+        run.add("rows", "name", facts)
+        _say(_line(facts))
+    if ready is not None:
+        ready.close(at_once=True)
+
+
+def _begun(run: Run, row: _Row) -> Child:
+    job = call(row.function, **row.arguments)
+    child = Child(job, timeout_s=_ROW_S, sample_s=0.01)
+    run.children.add(child)
+    return child
+
+
+def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
+    """Run a row's steps, and add to its facts what they say."""
+    seconds: dict[str, float] = {}
+    wrong: list[str] = []
+    try:
+        with child:
+            while "end" not in (said := child.lap()[0]):
+                if run.left_s < 0:
+                    raise MeasurementError("out of time")
+                step = said.pop("step")
+                seconds[step] = round(said.pop("seconds"), 4)
+                if why := said.pop("wrong", ""):
+                    wrong.append(f"{step}: {why}")
+                facts |= {key: value for key, value in said.items() if key != "cpu_s"}
+    except MeasurementError as error:
+        after = f" after {list(seconds)[-1]}" if seconds else ""
+        wrong.append(f"{error}{after}")
+        trace = Path(row.arguments["trace"])
+        facts["trace"] = trace.read_text(errors="replace")[-_MOST_TRACE:] if trace.exists() else ""
+        if row.package and importlib.util.find_spec(row.package) is None:
+            facts["skipped"] = f"{row.package} is not installed"
+    finally:
+        run.children.discard(child)
+    facts |= {"seconds": seconds, "host_nbytes": child.peak.anon_nbytes}
+    facts |= {"right": not wrong, "wrong": "; ".join(wrong)}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return f"{row['name']}: {row_problem(row) or row.get('skipped') or 'right'}"
+
+
+def _print(run: Run) -> int:
+    """Print tables of what was found; return the exit status."""
+    rows = run.found["rows"]
+    table = []
+    for row in sorted(rows, key=lambda row: ROWS.index(row["name"])):
+        seconds = row.get("seconds", {})
+        took = [
+            f"{seconds[step]:.3f}" if step in seconds else ""
+            for step in ("open", "first pass", "pass", "idle pass", "generate")
+        ]
+        took[0] = took[0] or (f"{seconds['load']:.3f}" if "load" in seconds else "")
+        sizes = [format_bytes(row.get(key) or 0) for key in ("device_nbytes", "host_nbytes")]
+        error = f"{row['error']:.2g}" if "error" in row else ""
+        said = row.get("skipped") or ("right" if row["right"] else row.get("wrong", ""))[:100]
+        table.append((row["name"], said, *took, error, *sizes))
+    titles = ("row", "", "open, s", "first", "pass", "idle", "generate", "error", "device", "host")
+    print(f"\n{run.found.get('device', run.device)}, {run.found['seconds']} s")
+    print(*format_table(titles, table, right=8), sep="\n")
+    tests = run.found["tests"]
+    counted = [
+        (test["file"], *(str(test[key]) for key in ("passed", "failed", "skipped", "seconds")))
+        for test in tests
+    ]
+    if counted:
+        print(*format_table(("", "passed", "failed", "skipped", "s"), counted, right=4), sep="\n")
+    for test in tests:
+        for name, why in test["failures"].items():
+            print(f"{name}: {' '.join(why.split())[-300:]}")
+    wrong = [f"{row['name']}: {why}" for row in rows if (why := row_problem(row))]
+    wrong += [f"{test['file']}: {why}" for test in tests if (why := test_problem(test))]
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
