@@ -260,6 +260,7 @@ def _opened(found: Location, folder: Location, variant: str | None, key: str | N
         weight_map = _read_weight_map(found, reader)
         return from_headers(found, _indexed(found, weight_map, reader), config)
     headers = _with_siblings(read_header(cached(found), key=key), folder)
+    _check_whole(headers[0], folder)
     if not (config := dict(_own_config(headers))):
         # config.json may belong to another file of the folder
         with suppress(CheckpointError):
@@ -311,6 +312,17 @@ def _with_siblings(header: Header, folder: Location) -> list[Header]:
     reader = readers()[header.format]
     others = [name for name in reader.siblings(header) if name != header.path.name]
     return [header, *_headers(header.path, folder, others, reader)]
+
+
+def _check_whole(header: Header, folder: Location) -> None:
+    """Raise HeaderError if the file of another rank has slices of the same tensors."""
+    names = {info.name for info in header.tensors}
+    for name in variants.next_rank(header.path.name):
+        others: Sequence[TensorInfo] = ()
+        with suppress(CheckpointError):  # none, or not readable: this file is opened alone
+            others = read_header(cached(folder / name)).tensors
+        if any(info.name in names for info in others):
+            raise variants.of_rank(header)
 
 
 def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Checkpoint:
@@ -523,7 +535,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
 
 
 def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
-    """Return an index's file names by tensor; raise HeaderError for a file of another folder."""
+    """Return an index's files by tensor; raise HeaderError for a file outside of its folder."""
     document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
         found = f"{describe(document.name)} more than once"
@@ -532,23 +544,28 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
     if not weight_map:
         raise HeaderError(index, "weight_map is not valid", "at least one tensor", "none")
     for tensor, shard in weight_map.items():
-        if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(reader.suffixes):
+        is_below = not {*shard.split("/")} & {"", ".", ".."} and not {*shard} & {*"\\\0"}
+        if not (is_below and shard.endswith(reader.suffixes)):
             raise HeaderError(
                 index,
-                "weight_map names no file of its own folder",
-                f"the name of a {reader.suffixes[0]} file in the folder of the index",
+                "weight_map names no file in its own folder or below",
+                f"the path of a {reader.suffixes[0]} file from the folder of the index on",
                 describe(shard),
                 tensor=tensor,
             )
+    files = {*weight_map.values()}
+    if len({shard.rpartition("/")[2] for shard in files}) < len(files):
+        problem, expected = "weight_map has files of one name in two folders", "a name for each"
+        raise HeaderError(index, problem, expected, some(sorted(files)))
     return weight_map
 
 
 def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
     """Return the headers of an index's shards; HeaderError if tensors contradict ``weight_map``."""
-    headers = _headers(index, index.parent, sorted(set(weight_map.values())), reader)
+    files = sorted(set(weight_map.values()))
+    headers = _headers(index, index.parent, files, reader)
     found: set[str] = set()
-    for header in headers:
-        file = header.path.name
+    for file, header in zip(files, headers, strict=True):
         for info in header.tensors:
             shard = weight_map.get(info.name)
             if shard != file:

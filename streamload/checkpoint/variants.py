@@ -17,6 +17,9 @@ from streamload.files.header import Header, some
 from streamload.formats.reader import default_reader
 
 _NUMBER = re.compile(r"-\d+-of-\d+", re.ASCII)
+_DIGITS = re.compile(r"\d+", re.ASCII)
+#: Files of ranks that each hold slices: Meta's, Megatron's and DeepSpeed's, vLLM's.
+_OF_RANK = re.compile(r"(consolidated\.|mp_rank_|model-rank-)(\d+)([._-].*)", re.ASCII)
 
 
 def varied(name: str, variant: str | None) -> str:
@@ -48,21 +51,49 @@ def without(folder: Location, headers: Sequence[Header], variant: str | None) ->
     """Return the headers without variants (``a.fp16.bin``) of files that exist, too (``a.bin``).
 
     All stay with a ``variant`` or if no tensor repeats. Raise HeaderError if a folder holds several
-    variants and no file without one, or a model more than once in files of other formats.
+    variants and no file without one, a model more than once in files of other formats, or files
+    whose names differ in more than numbers: without an index these are parts of no one checkpoint.
     """
     counts = Counter(info.name for header in headers for info in header.tensors)
-    if max(counts.values(), default=0) < 2:
-        return headers  # distinct tensors: parts of one checkpoint, whatever their names
+    repeat = max(counts.values(), default=0) > 1
     names = [header.path.name for header in headers]
-    if headers[0].format != default_reader().name:
-        raise HeaderError(folder, "holds several checkpoints", "the path of one file", some(names))
-    if variant:
-        return headers
-    kept = set(plain(names))
-    if len(kept) == len(names) and len(known := found(names)) > 1:
-        written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in known)
-        raise HeaderError(folder, "holds several variants", written, some(names))
+    kept = set(names)
+    if repeat and not variant and headers[0].format == default_reader().name:
+        kept = set(plain(names))
+        if len(kept) == len(names) and len(known := found(names)) > 1:
+            written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in known)
+            raise HeaderError(folder, "holds several variants", written, some(names))
+    is_other = headers[0].format != default_reader().name
+    if repeat and set(next_rank(names[0])) & set(names):
+        raise of_rank(headers[0])
+    if len({_DIGITS.sub("0", name) for name in kept}) > 1 or (repeat and is_other):
+        raise HeaderError(
+            folder,
+            "holds several checkpoints",
+            "the path of one file, an index, or files that are numbered alike",
+            some(names),
+        )
     return [header for header in headers if header.path.name in kept]
+
+
+def next_rank(name: str) -> list[str]:
+    """Return the names of the files of the next and the last rank; [] if it is no rank's file."""
+    match = _OF_RANK.fullmatch(name)
+    if match is None:
+        return []
+    before, number, after = match.groups()
+    others = (n for n in (int(number) + 1, int(number) - 1) if n >= 0)
+    return [f"{before}{n:0{len(number)}}{after}" for n in others]
+
+
+def of_rank(header: Header) -> HeaderError:
+    """Return the error for a file that has one rank's slice of each tensor."""
+    return HeaderError(
+        header.path,
+        "is one rank's part of a checkpoint: other files have slices of the same tensors",
+        "whole tensors: the repository's files in Hugging Face's form, outside of original/",
+        header.path.name,
+    )
 
 
 def _without(name: str) -> str | None:

@@ -119,9 +119,9 @@ class Url:
         return replace(self, version=version)
 
     def __truediv__(self, name: str) -> Url:
-        """Return a file of the folder, by its name without URL escapes."""
+        """Return a file of the folder, by its name or path without URL escapes."""
         folder = self._parts.path
-        return self._with_path(f"{folder.rstrip('/')}/{quote(name, safe='')}")
+        return self._with_path(f"{folder.rstrip('/')}/{quote(name)}")
 
     def __fspath__(self) -> str:
         return str(self)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from streamload.checkpoint.digests import SIDECAR, Digests, hasher
-from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.checkpoint.open import Checkpoint, folder_of, from_headers
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import BY_CODE
 from streamload.core.location import Location, Url
@@ -58,11 +58,12 @@ def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
         host: unique id of this host, by which others recognize that they see the same disk.
     """
     shards = []
+    folder = folder_of(checkpoint.path)
     for header in checkpoint.shards:
         codes: dict[str, int] = {}
         shards.append(
             {
-                "name": header.path.name,
+                "name": _name(header, folder),
                 "nbytes": header.file_nbytes,
                 "data_start": header.data_start,
                 "metadata": dict(header.metadata),
@@ -79,6 +80,14 @@ def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
     config, digests = dict(checkpoint.config), _digests(checkpoint)
     document = {"shards": shards, "config": config, "digests": digests}
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
+
+
+def _name(header: Header, folder: Location) -> str:
+    """Return the path of a file from the folder on: an index may name files of subfolders."""
+    path = header.path
+    if isinstance(path, Path) and isinstance(folder, Path) and path.is_relative_to(folder):
+        return path.relative_to(folder).as_posix()
+    return path.name
 
 
 def _other_than_safetensors(header: Header) -> dict[str, Any]:

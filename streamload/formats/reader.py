@@ -22,17 +22,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
 from streamload.core.location import Location, Url
-from streamload.errors import TruncatedFileError
+from streamload.errors import HeaderError, TruncatedFileError
 from streamload.files import remote
 from streamload.files.guard import FileState
 from streamload.files.header import SAFETENSORS, Header, open_regular, unreadable
@@ -47,6 +48,27 @@ UNREAD_SUFFIXES = (
 # fmt: on
 #: First bytes of a file that `FormatReader.looks` gets.
 HEAD_NBYTES = 512
+
+
+#: What is given for a file of weights by mistake: the pattern of its first bytes, its kind, and
+#: what is wanted in its place.
+_LOOKALIKES: Sequence[tuple[re.Pattern[bytes], tuple[str, str]]] = [
+    (re.compile(pattern, re.I | re.S), (what, instead))
+    for pattern, what, instead in (
+        (
+            rb"version https://git-lfs",
+            "a Git LFS pointer",
+            "the file: run `git lfs pull`",
+        ),
+        (rb"\s*<(!doctype|html|\?xml)", "a web page", "the file itself: download it again"),
+        (rb"\s*[{[][^\0-\x08]*\Z", "JSON, such as a server's error", "the file: download it again"),
+        (rb"(\.\.?/|/)[^\0-\x1f]*\Z", "the text of a link", "the file that it leads to"),
+        (rb"\x93NUMPY", "an array of numpy", "a file of tensors by name"),
+        (rb"\x89HDF", "an HDF5 file", "the model saved as safetensors"),
+        (rb"PK\x03\x04", "a zip archive", "the file in it, unpacked"),
+        (rb"[^\0-\x08\x0e-\x1f\xf8-\xff]{9,}\Z", "text", "the file: download it again"),
+    )
+]
 
 
 class File(Protocol):
@@ -180,7 +202,10 @@ def import_all() -> None:
 
 
 def reader_of(file: File) -> FormatReader:
-    """Return a file's reader: safetensors by name, others by the first bytes, else by name."""
+    """Return a file's reader: safetensors by name, others by the first bytes, else by name.
+
+    Raise HeaderError for a file with neither the name nor the first bytes of any format.
+    """
     # the reader that only the name suggests will refuse the file
     default = default_reader()
     if file.path.name.endswith(default.suffixes):
@@ -190,7 +215,29 @@ def reader_of(file: File) -> FormatReader:
     for reader in (*named, *readers().values()):
         if reader.looks(head):
             return reader
+    if not named and (known := _lookalike(head)) is not None:
+        suffixes = [f"*{suffix}" for each in readers().values() for suffix in each.suffixes]
+        raise HeaderError(file.path, "is not a weights file", ", ".join(suffixes), known[0])
     return (*named, default)[0]
+
+
+def _lookalike(head: bytes) -> tuple[str, str] | None:
+    """Return what a file is that begins with ``head``, and what to do, by `_LOOKALIKES`."""
+    return next((told for pattern, told in _LOOKALIKES if pattern.match(head)), None)
+
+
+def _told(file: File, reader: FormatReader) -> HeaderError | None:
+    """Return the error for a file that ``reader`` refused and that is known to be another thing."""
+    head = file.read(0, HEAD_NBYTES)
+    if not head or reader.looks(head):
+        return None
+    fail = partial(HeaderError, file.path, f"is not a {reader.name} file")
+    for other in readers().values():
+        if other is not reader and other.looks(head):
+            stem = file.path.name.removesuffix(Path(file.path.name).suffix)
+            return fail(f"the name {stem}{other.suffixes[0]}", f"a {other.name} file")
+    known = _lookalike(head)
+    return None if known is None else fail(known[1], known[0])
 
 
 def read_header(
@@ -205,7 +252,13 @@ def read_header(
     `open_checkpoint`.
     """
     with open_location(path) as file:
-        header = (reader or reader_of(file)).keyed(key).read_header(file)
+        chosen = (reader or reader_of(file)).keyed(key)
+        try:
+            header = chosen.read_header(file)
+        except (HeaderError, TruncatedFileError) as error:
+            if error.tensor is None and (told := _told(file, chosen)) is not None:
+                raise told from error
+            raise
     if isinstance(file, LocalFile):
         header = replace(header, state=file.state)
     check_tensors(header.path, len(header.tensors))

@@ -6,9 +6,9 @@ begin with ``{``, and the data. The JSON maps each tensor's name to its ``dtype`
 ``__metadata__`` maps strings to strings. The data is covered without gap or overlap.
 
 Source: the format's description in the README of github.com/huggingface/safetensors, and the
-checks of the safetensors crate, version 0.8. Two rules are stricter here than there, as the
-description has them: names are unique, and ``__metadata__`` is not null. Unknown keys of a tensor's
-entry are ignored, here as there.
+checks of the safetensors crate, version 0.8. One rule is stricter here than there, as the
+description has it: names are unique. Unknown keys of a tensor's entry are ignored, and
+``__metadata__`` may be null, here as there.
 """
 
 from __future__ import annotations
@@ -64,15 +64,6 @@ _U64 = "an integer from 0 to 2**64 - 1"
 _FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
 _COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
 
-#: Other files that are often named .safetensors, by their first bytes.
-_LOOKALIKES = {
-    b"version ": "a Git LFS pointer, not the file that it stands for",
-    b"<!DOCTYP": "a web page",
-    b"<!doctyp": "a web page",
-    b"PK\x03\x04": "a zip archive, as torch.save writes",
-    b"GGUF": "a GGUF file",
-}
-
 
 class Safetensors(FormatReader):
     """Reads the headers of safetensors files; see `FormatReader`."""
@@ -81,6 +72,10 @@ class Safetensors(FormatReader):
     suffixes = (".safetensors",)
     single = SINGLE
     index = INDEX
+
+    def looks(self, head: bytes) -> bool:
+        length, after = int.from_bytes(head[:PREFIX_NBYTES], "little"), head[PREFIX_NBYTES:]
+        return 1 < length <= MAX_HEADER_NBYTES and after[:1] == b"{"
 
     def read_header(self, file: File) -> Header:
         raw = file.read(0, PREFIX_NBYTES)
@@ -113,7 +108,7 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
         check_nesting(text)
         document: dict[str, Any] = json.loads(text.decode("utf-8"))
         has_metadata = "__metadata__" in document
-        metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
+        metadata = _metadata(document, path)
         entries = document.values()
         if set(map(type, entries)) != {dict}:
             return None
@@ -154,12 +149,17 @@ def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
         found = f"{describe(document.name)} more than once"
         tensor = None if document.name == "__metadata__" else document.name
         raise HeaderError(path, "a name is not unique", "each name once", found, tensor=tensor)
-    metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
+    metadata = _metadata(document, path)
     layouts: _Layouts = {}
     tensors = [_tensor(name, entry, path, data_start, layouts) for name, entry in document.items()]
     tensors.sort(key=_FILE_ORDER)
     _check_coverage(tensors, path, data_start, file_nbytes)
     return Header(path, file_nbytes, data_start, tuple(tensors), metadata)
+
+
+def _metadata(document: dict[str, Any], path: Location) -> dict[str, str]:
+    found = document.pop("__metadata__", None)  # null, which safetensors takes, is none
+    return {} if found is None else check_strings(found, path, "__metadata__")
 
 
 def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
@@ -171,10 +171,6 @@ def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
         problem, found = "is too short for a safetensors file", min(len(raw), file_nbytes)
         raise TruncatedFileError(path, problem, f"at least {PREFIX_NBYTES}", found)
     nbytes = int.from_bytes(raw[:PREFIX_NBYTES], "little")
-    if nbytes > MAX_HEADER_NBYTES:
-        for magic, what in _LOOKALIKES.items():
-            if raw.startswith(magic):
-                raise HeaderError(path, "is not a safetensors file", "a header", what)
     check_nbytes(path, "the header is too long", nbytes)
     if PREFIX_NBYTES + nbytes > file_nbytes:
         raise TruncatedFileError(path, "the header is cut off", PREFIX_NBYTES + nbytes, file_nbytes)

@@ -17,6 +17,7 @@ from safetensors_files import header_bytes, write_safetensors
 
 from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
 from streamload.codecs.weights import scale_of
+from streamload.conversion.convert import convert
 from streamload.errors import (
     CheckpointError,
     HeaderError,
@@ -108,8 +109,8 @@ def test_index_of_another_name(sharded: Path) -> None:
 
 def test_folder_without_index_is_all_of_its_files(tmp_path: Path) -> None:
     """Without an index the checkpoint is every safetensors file that is not hidden."""
-    folder = write_shards(tmp_path, {"x.safetensors": "a", "y.safetensors": "b", "z.bin": "c"})
-    (folder / "._x.safetensors").write_bytes(b"what macOS leaves on foreign disks")
+    folder = write_shards(tmp_path, {"x1.safetensors": "a", "x2.safetensors": "b", "z.bin": "c"})
+    (folder / "._x1.safetensors").write_bytes(b"what macOS leaves on foreign disks")
     assert names(open_checkpoint(folder)) == ["a", "b"]
 
 
@@ -174,10 +175,10 @@ def test_original_layout_beside_the_usual_one_is_left_out(tmp_path: Path) -> Non
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     """Which of two tensors of one name is meant cannot be known: the error names both files."""
-    write_shards(tmp_path, {"x.safetensors": "a b", "y.safetensors": "c b"})
+    write_shards(tmp_path, {"x1.safetensors": "a b", "x2.safetensors": "c b"})
     error = refused(tmp_path)
     assert (error.path, error.tensor) == (str(tmp_path), "b")
-    assert (error.expected, error.found) == ("one file", "x.safetensors and y.safetensors")
+    assert (error.expected, error.found) == ("one file", "x1.safetensors and x2.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,8 @@ def test_index_with_a_tensor_in_two_shards(sharded: Path) -> None:
     [
         "../model-00001-of-00002.safetensors",
         "/etc/model.safetensors",
-        "sub/model.safetensors",
+        "sub/../model.safetensors",
+        "sub//model.safetensors",
         "sub\\model.safetensors",
         "..",
         ".",
@@ -268,7 +270,36 @@ def test_index_may_name_only_files_of_its_own_folder(sharded: Path, shard: str) 
     index = write_index(sharded, {"a": FIRST, "b": shard, "c": SECOND})
     error = refused(sharded)
     assert (error.path, error.tensor, error.found) == (str(index), "b", repr(shard))
-    assert error.expected == "the name of a .safetensors file in the folder of the index"
+    assert error.expected == "the path of a .safetensors file from the folder of the index on"
+
+
+def test_index_of_files_in_a_subfolder(tmp_path: Path) -> None:
+    """transformers reads such an index, and so do loads and conversions; names stay distinct."""
+    write_shards(tmp_path / "sub", {FIRST: "a", SECOND: "b"})
+    index = write_index(tmp_path, {"a": f"sub/{FIRST}", "b": f"sub/{SECOND}"})
+    for path in (tmp_path, index):
+        assert names(open_checkpoint(path)) == ["a", "b"]
+    convert(tmp_path, tmp_path / "out", progress=False)
+    assert names(open_checkpoint(tmp_path / "out")) == ["a", "b"]
+    write_index(tmp_path, {"a": f"sub/{FIRST}", "b": f"other/{FIRST}"})
+    assert refused(tmp_path).problem == "weight_map has files of one name in two folders"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [("mmproj.safetensors",), ("ae.safetensors", "flux1-dev.safetensors")],
+    ids=["one beside", "two beside"],
+)
+def test_files_that_do_not_say_that_they_are_parts(tmp_path: Path, others: tuple[str, ...]) -> None:
+    """Without an index, only files whose names differ in numbers alone are parts of one."""
+    write_shards(tmp_path, {FIRST: "a", SECOND: "b"})
+    assert names(open_checkpoint(tmp_path)) == ["a", "b"]
+    write_shards(tmp_path, dict(zip(others, "cd", strict=False)))
+    error = refused(tmp_path)
+    assert error.problem == "holds several checkpoints"
+    assert others[0] in str(error.found)
+    write_index(tmp_path, {"a": FIRST, "b": SECOND})
+    assert names(open_checkpoint(tmp_path)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -508,8 +539,8 @@ F8 = ("F8_E4M3", (1,), b"x")
 def test_float8_with_a_scale_beside_it(tmp_path: Path, tensor: str, scale: str) -> None:
     """Every usual name of a scale is found, in whichever shard it is; other dtypes have none."""
     f32 = ("F32", (1,), bytes(4))
-    write_safetensors(tmp_path / "a.safetensors", {tensor: F8, "wide": f32, "alone": F8})
-    write_safetensors(tmp_path / "b.safetensors", {scale: f32, "wide_scale": f32})
+    write_safetensors(tmp_path / "m1.safetensors", {tensor: F8, "wide": f32, "alone": F8})
+    write_safetensors(tmp_path / "m2.safetensors", {scale: f32, "wide_scale": f32})
     checkpoint = open_checkpoint(tmp_path)
     assert scale_of(checkpoint.layouts, tensor) == scale
     assert scale_of(checkpoint.layouts, scale) is None

@@ -87,11 +87,13 @@ def test_variants_without_a_plain_one(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_parts_whose_names_look_like_variants(tmp_path: Path) -> None:
-    """Files that hold different tensors are one checkpoint, whatever they are called."""
+def test_other_tensors_under_the_name_of_a_variant(tmp_path: Path) -> None:
+    """They are neither a variant nor a part: the files are opened one by one."""
     write_safetensors(tmp_path / "m.safetensors", {"a": ("U8", (1,), b"x")})
     write_safetensors(tmp_path / "m.vision.safetensors", {"b": ("U8", (1,), b"x")})
-    assert list(open_checkpoint(tmp_path).tensors) == ["a", "b"]
+    with pytest.raises(HeaderError, match=r"several checkpoints.*m\.vision"):
+        open_checkpoint(tmp_path)
+    assert list(open_checkpoint(tmp_path / "m.safetensors").tensors) == ["a"]
 
 
 def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:

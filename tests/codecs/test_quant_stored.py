@@ -518,8 +518,8 @@ def mixed(tmp_path: Path) -> Path:
             first[name.replace("l.q", f"layers.{i}.k")] = tensor
         fp8 = scaled("F8_E4M3", "weight_scale", 256, 1)
         second |= {name.replace("l.q", f"layers.{i}.v"): tensor for name, tensor in fp8.items()}
-    write_safetensors(folder / "a.safetensors", first)
-    write_safetensors(folder / "b.safetensors", second)
+    write_safetensors(folder / "m1.safetensors", first)
+    write_safetensors(folder / "m2.safetensors", second)
     return folder
 
 

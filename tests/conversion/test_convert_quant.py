@@ -327,7 +327,8 @@ def stored(path: Path, *samples: dequant_samples.Sample) -> Path:
     """A checkpoint with weights that are stored quantised, and a plain one."""
     made = dequant_samples.write(path, list(samples))
     rest = {"l.0.up.weight": dequant_samples.entry(matrix(5, 64, 128))}
-    write_safetensors(made / "rest.safetensors", rest)
+    write_safetensors(made / "model-2.safetensors", rest)
+    (made / "model.safetensors").rename(made / "model-1.safetensors")
     return made
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy as st
 from remote_server import serve
 
 import streamload
@@ -132,16 +133,16 @@ def test_a_file_is_known_by_its_suffix_or_by_its_first_bytes(tmp_path: Path) -> 
 def test_a_folder_of_such_files(tmp_path: Path) -> None:
     """All that hold weights, with the config.json beside them; safetensors come before them."""
     a, b = some().items()
-    write_tiny(tmp_path / "one.tiny", dict([a]), config={"from": "the file"})
-    write_tiny(tmp_path / "two.tiny", dict([b]))
+    write_tiny(tmp_path / "part1.tiny", dict([a]), config={"from": "the file"})
+    write_tiny(tmp_path / "part2.tiny", dict([b]))
     write_tiny(tmp_path / "optimizer.tiny", dict([b]))
     write_tiny(tmp_path / ".hidden.tiny", dict([b]))
     checkpoint = streamload.open_checkpoint(tmp_path)
-    assert [header.path.name for header in checkpoint.shards] == ["one.tiny", "two.tiny"]
+    assert [header.path.name for header in checkpoint.shards] == ["part1.tiny", "part2.tiny"]
     assert checkpoint.config == {"from": "the file"}
     (tmp_path / "config.json").write_text('{"from": "config.json"}')
     assert streamload.open_checkpoint(tmp_path).config == {"from": "config.json"}
-    assert streamload.open_checkpoint(tmp_path / "one.tiny").config == {"from": "the file"}
+    assert streamload.open_checkpoint(tmp_path / "part1.tiny").config == {"from": "the file"}
     streamload.convert(tmp_path, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").rename(tmp_path / "model.safetensors")
     checkpoint = streamload.open_checkpoint(tmp_path)
@@ -268,3 +269,38 @@ def test_a_file_that_was_cut(tmp_path: Path, cut: int) -> None:
     (tmp_path / "model.tiny").write_bytes((tmp_path / "model.tiny").read_bytes()[:cut])
     with pytest.raises(CheckpointError, match=r"model\.tiny"):
         streamload.open_checkpoint(tmp_path / "model.tiny")
+
+
+#: What is found in place of weights: its first bytes, and what the error says that it is.
+LOOKALIKES = {
+    "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
+    "HTML": (b"<!DOCTYPE html><html>Not found</html>", "a web page"),
+    "XML": (b'<?xml version="1.0"?><Error/>', "a web page"),
+    "JSON": (b'{"error": "Repository not found"}', "JSON, such as a server's error"),
+    "link": (b"../../blobs/0123456789abcdef", "the text of a link"),
+    "text": (b"Entry not found", "text"),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKALIKES)
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.gguf", "m.irpa", "README.md"])
+def test_lookalikes_are_named_for_every_reader(tmp_path: Path, name: str, kind: str) -> None:
+    """One table says what a file is that is no file of weights, and what is wanted."""
+    raw, found = LOOKALIKES[kind]
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(HeaderError) as raised:
+        streamload.open_checkpoint(tmp_path / name)
+    assert raised.value.found == found
+    assert raised.value.expected
+    if name == "README.md":
+        assert raised.value.problem == "is not a weights file"
+
+
+def test_safetensors_under_another_name(tmp_path: Path) -> None:
+    """A file is opened by its first bytes; in a folder, where names decide, the error says it."""
+    st.save_file({"a": np.ones(3, np.float32)}, tmp_path / "pytorch_model.bin")
+    assert list(streamload.open_checkpoint(tmp_path / "pytorch_model.bin").tensors) == ["a"]
+    with pytest.raises(HeaderError) as raised:
+        streamload.open_checkpoint(tmp_path)
+    assert raised.value.found == "a safetensors file"
+    assert raised.value.expected == "the name pytorch_model.safetensors"

@@ -305,7 +305,7 @@ ITEMS: Mapping[str, tuple[bytes, str]] = {
         archive(pickle_of(tensor((2, 4), (4, 1)))),
         "leads out of its storage",
     ),
-    "a module": (_archived(torch.nn.Linear(1, 1)), "is a pickled module"),
+    "a module": (_archived(torch.nn.Linear(1, 1)), "a chunk is no tensor"),
     "zeros": (bytes(len(UPPER)), "is not of torch.save"),
     "a pickle": (pickle.dumps(1).ljust(len(UPPER), b"\0"), "is a pickle"),
 }

@@ -152,10 +152,14 @@ def _npz() -> bytes:
 SAVE = 'torch.save(model.state_dict(), "model.pth")'
 AGAIN = 'torch.save(torch.load("model.pth", weights_only=True), "model.pth")'
 OTHERS: Mapping[str, tuple[Callable[[], bytes], str, str]] = {
-    "tar": (_tar, "is a tar archive, of torch.save before version 0.1.10", AGAIN),
+    "tar": (
+        _tar,
+        "is a tar archive, of torch.save before version 0.1.10",
+        f"{AGAIN.replace('True', 'False')}, if you trust the file",
+    ),
     "module": (
         lambda: _saved(torch.nn.Sequential(torch.nn.Linear(2, 2))),
-        "is a pickled module, of torch.nn.modules.container.Sequential: no code is run to open a "
+        "is a pickled object, of torch.nn.modules.container.Sequential: no code is run to open a "
         "file",
         SAVE,
     ),
@@ -173,13 +177,13 @@ OTHERS: Mapping[str, tuple[Callable[[], bytes], str, str]] = {
     ),
     "web page": (
         lambda: b"<!DOCTYPE html>",
-        "is not of torch.save",
-        "a file that torch.save wrote",
+        "is not a torch file",
+        "the file itself: download it again",
     ),
     "npz": (
         _npz,
-        "is a zip archive, but not of torch.save",
-        "one entry data.pkl in one folder",
+        "is not a torch file",
+        "the file in it, unpacked",
     ),
     "nothing": (lambda: b"", "is not of torch.save", "a file that torch.save wrote"),
 }

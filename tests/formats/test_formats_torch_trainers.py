@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import needs
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -271,3 +274,60 @@ def test_mutated_scripts(tmp_path_factory: pytest.TempPathFactory, data: bytes, 
     path = tmp_path_factory.getbasetemp() / "script.pt"
     path.write_bytes(data[:-1] if cut else data)
     open_hostile(path)
+
+
+class Settings(dict[str, Any]):
+    """A class of the trainer's own code, as hyper-parameters have them."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(given)
+        self.more = given
+
+
+def test_settings_of_foreign_classes_are_not_called(tmp_path: Path) -> None:
+    """Objects beside the weights are placeholders; one among the weights is refused by name."""
+    model, saved = of_lightning()
+    odd = {
+        "args": argparse.Namespace(lr=1e-3, path=Path("a")),
+        "settings": Settings(lr=1e-3),
+        "score": np.float64(0.5),
+        "array": np.zeros(3),
+        "activation": torch.nn.ReLU,
+        "names": defaultdict(list, {"a": [1]}),
+    }
+    for protocol in (2, 4):
+        torch.save(
+            {**saved, "hyper_parameters": odd, **odd}, tmp_path / "m.ckpt", pickle_protocol=protocol
+        )
+        check(tmp_path / "m.ckpt", model.state_dict())
+    torch.save({**model.state_dict(), "config": Settings(lr=1)}, tmp_path / "flat.ckpt")
+    with pytest.raises(HeaderError, match=r"names .*Settings, which is never called") as raised:
+        open_checkpoint(tmp_path / "flat.ckpt")
+    assert raised.value.tensor == "config"
+
+
+def test_one_ranks_part_is_no_checkpoint(tmp_path: Path) -> None:
+    """Files of ZeRO-3 and of Meta's tensor parallelism are refused, with what to take instead."""
+    model, _ = trained()
+    state = model.state_dict()
+    shapes = [{name: tensor.shape for name, tensor in state.items()}]
+    parts = {name: torch.empty(0) for name in state}
+    zero = tmp_path / "zero"
+    zero.mkdir()
+    torch.save({"module": parts, "param_shapes": shapes}, zero / "zero_pp_rank_0_model_states.pt")
+    torch.save({"optimizer_state_dict": {}}, zero / "bf16_zero_pp_rank_0_optim_states.pt")
+    for path in (zero, zero / "zero_pp_rank_0_model_states.pt"):
+        with pytest.raises(HeaderError, match=r"ZeRO-3.*zero_to_fp32\.py"):
+            open_checkpoint(path)
+    torch.save({"module": state, "param_shapes": shapes}, zero / "zero_pp_rank_0_model_states.pt")
+    assert {*open_checkpoint(zero).tensors} == {*state}
+
+    for rank in range(2):
+        torch.save(
+            {"wq": torch.ones(2, 4), "norm": torch.ones(4)}, tmp_path / f"consolidated.0{rank}.pth"
+        )
+    for path in (tmp_path, tmp_path / "consolidated.00.pth", tmp_path / "consolidated.01.pth"):
+        with pytest.raises(HeaderError, match=r"one rank's part.*Hugging Face's form"):
+            open_checkpoint(path)
+    (tmp_path / "consolidated.01.pth").unlink()
+    assert {*open_checkpoint(tmp_path).tensors} == {"wq", "norm"}

@@ -304,6 +304,22 @@ def test_sets_of_files(tmp_path: Path) -> None:
         streamload.open_checkpoint(files[0])
 
 
+def test_a_projector_beside_a_set(tmp_path: Path) -> None:
+    """It does not say that it is of the set: the folder is refused, and each file opens alone."""
+    files = _split(tmp_path, small_model("llama"))
+    projector = files[0].with_name("mmproj-small.gguf")
+    writer = gguf.GGUFWriter(projector, "clip")
+    writer.add_tensor("mm.0.weight", np.ones((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(HeaderError, match=r"several checkpoints.*one file.*mmproj-small"):
+        streamload.open_checkpoint(tmp_path / "set")
+    assert list(streamload.open_checkpoint(projector).tensors) == ["mm.0.weight"]
+    assert len(streamload.open_checkpoint(files[0]).tensors) == 21
+
+
 def test_files_that_are_no_set(tmp_path: Path) -> None:
     """A file without a set, or of another set, in the place of one is an error; no half model."""
     model = small_model("llama")

@@ -26,7 +26,7 @@ from streamload.files.header import Header, View, check_name, describe, some
 from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
 from streamload.formats.torch import legacy, script, zip_entries
 from streamload.formats.torch.choosing import SAVE, chosen
-from streamload.formats.torch.globals import Lookup, Tensor, named
+from streamload.formats.torch.globals import Lookup, Tensor, named_or_foreign
 from streamload.formats.torch.pickles import check_length, unpickle
 from streamload.formats.torch.unpickler import Loaded
 
@@ -34,18 +34,11 @@ _AGAIN = 'torch.save(torch.load("{name}", weights_only=True), "model.pth")'
 
 _TAR_AT, _TAR = 257, b"ustar"
 _HEAD_NBYTES = 512
-_LOOKALIKES = {
-    b"version ": "a Git LFS pointer, not the file that it stands for",
-    b"<!DOCTYP": "a web page",
-    b"<!doctyp": "a web page",
-    b"\x93NUMPY": "an array of numpy",
-    b"\x89HDF": "an HDF5 file",
-}
-
 #: Files that Trainers write with the weights, by the beginnings of their names.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
 
 _FIRST_ENTRY = re.compile(rb"[^/]+/data(\.pkl|/\d+)")
+_MOST_SHOWN = 8  # lengths of a shape in an error
 _ORDER_NBYTES = 8  # most that are shown of an entry byteorder
 _ALIGNMENT = 64  # of the virtual ranges of views
 _PAGE = 4096
@@ -70,6 +63,7 @@ class TorchSave(FormatReader):
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
         found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
+        found = [name for name in found if "optim_states" not in name]  # DeepSpeed's
         return [name for name in found if not name.endswith(".bin") or "model" in name]
 
     def keyed(self, key: str | None) -> FormatReader:
@@ -78,6 +72,7 @@ class TorchSave(FormatReader):
     def read_header(self, file: File) -> Header:
         archive = Archive.of(file)
         tensors = chosen(file, archive.root, self.key)
+        _check_whole(file, archive.root, tensors)
         infos: list[TensorInfo] = []
         views: list[View] = []
         after = round_up(file.nbytes, _PAGE) + _PAGE  # apart from the last block of the file
@@ -136,7 +131,7 @@ class Archive:
         archive = cls(file, prefix, entries)
         archive._check_byteorder()
         scripted = "constants.pkl" in entries
-        root = archive.unpickled("data.pkl", script.lookup if scripted else named).root
+        root = archive.unpickled("data.pkl", script.lookup if scripted else named_or_foreign).root
         return replace(archive, root=archive._scripted(root) if scripted else root)
 
     def find(self, name: str) -> zip_entries.Entry | None:
@@ -172,7 +167,7 @@ class Archive:
         starts = (e.start for name, e in self.entries.items() if name.startswith("data/"))
         return min(starts, default=0)
 
-    def unpickled(self, name: str, lookup: Lookup = named) -> Loaded:
+    def unpickled(self, name: str, lookup: Lookup = named_or_foreign) -> Loaded:
         """Return the objects of a pickle, read without running it; raise HeaderError."""
         entry = self.find(name)
         assert entry is not None, "its name gave the prefix"
@@ -244,16 +239,35 @@ class Archive:
         return TensorInfo(name, dtype, shape, path, view.start, view.stop), view
 
 
+def _check_whole(file: File, root: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raise HeaderError for DeepSpeed's ZeRO-3, whose files have the tensors in parts elsewhere."""
+    stated = root.get("param_shapes") if type(root) is dict else None
+    groups = stated if type(stated) is list else [stated]
+    shapes = {name: s for group in groups if type(group) is dict for name, s in group.items()}
+    for name, tensor in tensors.items():
+        shape = shapes.get(name)
+        if type(shape) is tuple and shape != tensor.shape and 0 in tensor.shape:
+            raise HeaderError(
+                file.path,
+                "is one rank's part of a ZeRO-3 checkpoint, whose weights are in *_optim_states.pt",
+                "what `python zero_to_fp32.py . OUT` writes, run in the folder above",
+                f"{list(tensor.shape)} in place of {list(shape)[:_MOST_SHOWN]}",
+                tensor=name,
+            )
+
+
 def _refuse_other(file: File, head: bytes) -> None:
     """Raise HeaderError for a file that is not a zip archive, and name its kind."""
-    path, again = file.path, _AGAIN.format(name=file.path.name)
+    path = file.path
     if head[_TAR_AT:].startswith(_TAR):
-        raise HeaderError(path, "is a tar archive, of torch.save before version 0.1.10", again)
+        problem = "is a tar archive, of torch.save before version 0.1.10"
+        again = _AGAIN.format(name=path.name).replace("True", "False")  # torch takes no other
+        again += ", if you trust the file: that call runs what is in it"
+        raise HeaderError(path, problem, again)
     if head[:1] == b"\x80":
         raise HeaderError(path, "is a pickle, which could run anything", SAVE, "a pickle alone")
-    found = next((what for magic, what in _LOOKALIKES.items() if head.startswith(magic)), None)
     expected = "a file that torch.save wrote"
-    raise HeaderError(path, "is not of torch.save", expected, found or describe(head[:16]))
+    raise HeaderError(path, "is not of torch.save", expected, describe(head[:16]))
 
 
 def _check_layout(fail: Callable[..., HeaderError], tensor: Tensor) -> None:

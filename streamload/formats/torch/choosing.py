@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from streamload.errors import HeaderError
 from streamload.files.header import describe, some
 from streamload.formats.reader import File
-from streamload.formats.torch.globals import Tensor
+from streamload.formats.torch.globals import Foreign, Tensor
 
 #: The call that writes a checkpoint, for errors.
 SAVE = 'torch.save(model.state_dict(), "model.pth")'
@@ -34,7 +34,7 @@ def chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
     there are others, and optimizers never.
     """
     if key is not None and (tensors := _tensors_at(root, key)):
-        return tensors
+        return _complete(file, tensors)
     found = sorted(_holders(root), key=lambda one: -len(one[1]))
     if key is None:
         found = [one for one in found if not all(map(_is_single, one[1].values()))] or found
@@ -46,6 +46,9 @@ def chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
     if key is not None:
         problem = f"key {describe(key)} holds no tensors by name"
         raise HeaderError(file.path, problem, listed or "a dict of tensors", "no such dict")
+    if not found and (other := _foreign_in(root)) is not None:
+        problem = f"is a pickled object, of {other.name}: no code is run to open a file"
+        raise HeaderError(file.path, problem, SAVE, other.name)
     if not found:
         what = "one tensor without a name" if isinstance(root, Tensor) else type(root).__name__
         raise HeaderError(file.path, "holds no tensors by name", SAVE, what)
@@ -53,10 +56,26 @@ def chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
         most = _key(found[0][0])[:_SHOWN]
         expected = f"open_checkpoint(path, key={most!r}), or --key {most}"
         raise HeaderError(file.path, "holds several dicts of tensors", expected, listed)
-    return found[0][1]
+    return _complete(file, found[0][1])
 
 
-def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
+def _complete(file: File, found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a dict; raise HeaderError if an object in it may be a tensor, too."""
+    other = next((key for key, value in found.items() if type(value) is Foreign), None)
+    if other is not None:
+        problem = f"names {found[other].name}, which is never called"
+        expected = f"tensors, dicts and plain values ({SAVE} writes them)"
+        raise HeaderError(file.path, problem, expected, found[other].name, tensor=other)
+    return {k: v for k, v in found.items() if type(v) is Tensor}
+
+
+def _foreign_in(root: Any) -> Foreign | None:
+    """Return the first object of another library: ``root``, or a value of it."""
+    values = root.values() if type(root) is dict else [root]
+    return next((each for each in values if type(each) is Foreign), None)
+
+
+def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor | Foreign]]]:
     """Yield each dict that holds tensors by name, with the string keys that lead to it."""
     # other keys are not followed: an optimizer's tensors are below numbers of parameters
     seen: set[int] = set()
@@ -73,8 +92,11 @@ def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
         level = below
 
 
-def _is_single(tensor: Tensor) -> bool:
-    """Return whether a tensor has one element."""
+def _is_single(tensor: Tensor | Foreign) -> bool:
+    """Return whether a tensor has one element; objects of other libraries count as one."""
+    if type(tensor) is Foreign:
+        return True
+    assert isinstance(tensor, Tensor)
     return not tensor.problem and all(length == 1 for length in tensor.shape)
 
 
@@ -84,7 +106,7 @@ def _is_optimizer(found: Mapping[Any, Any]) -> bool:
     return all(any(k == part or k.startswith(f"{part}.") for k in keys) for part in _OPTIMIZER)
 
 
-def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
+def _tensors_at(root: Any, key: str) -> dict[str, Tensor | Foreign]:
     """Return the tensors of the dict at a dotted key, whose parts may have dots; {} for none."""
     ends = [at for at, letter in enumerate(key) if letter == "."] + [len(key)]
     level = {(id(root), 0): root} if type(root) is dict else {}
@@ -103,9 +125,10 @@ def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
     return {}
 
 
-def _tensors_in(found: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Return the members of a dict that are tensors with string keys."""
-    return {k: v for k, v in found.items() if type(k) is str and type(v) is Tensor}
+def _tensors_in(found: Mapping[Any, Any]) -> dict[str, Tensor | Foreign]:
+    """Return the members of a dict with string keys, tensors and foreign; {} without tensors."""
+    kept = {k: v for k, v in found.items() if type(k) is str and type(v) in (Tensor, Foreign)}
+    return kept if any(type(v) is Tensor for v in kept.values()) else {}
 
 
 def _key(way: _Way) -> str:

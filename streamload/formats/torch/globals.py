@@ -1,8 +1,8 @@
 """The globals that a torch checkpoint's pickle may name, and the records that replace their calls.
 
 Strings, numbers, tuples, lists and dicts are read as such; `Tensor` describes a tensor, and
-`Opaque` replaces plain values that are not read (bytes, sets, floats in text). Any name outside of
-the table is an error.
+`Opaque` replaces plain values that are not read (bytes, sets, floats in text), `Foreign` objects of
+other libraries. Any other name of Python or torch outside of the table is an error.
 
 Sources, of torch 2.13: ``torch/_utils.py`` (the ``_rebuild_`` functions and their arguments),
 ``torch/serialization.py`` (persistent ids) and ``torch/_weights_only_unpickler.py``.
@@ -10,6 +10,7 @@ Sources, of torch 2.13: ``torch/_utils.py`` (the ``_rebuild_`` functions and the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -42,6 +43,18 @@ class Opaque:
     """Replaces a plain value that is not read; equal only to itself."""
 
     __slots__ = ()
+
+
+class Foreign(Opaque):
+    """Replaces an object of a class that is never imported or called, such as settings.
+
+    ``name`` is that of the class or function.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +167,22 @@ _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
     **{("torch._utils", name): ("unreadable", why) for name, why in _UNREADABLE.items()},
     **{("torch", name): ("plain", "") for name in _QSCHEMES},
     **{
-        (module, name): ("plain", "")
+        (module, name): (role, "")
         for module in ("builtins", "__builtin__")
-        for name in ("set", "frozenset", "bytearray", "complex", "bytes")
+        for role, names in (
+            ("plain", ("set", "frozenset", "bytearray", "complex", "bytes")),
+            ("foreign", ("bool", "dict", "float", "int", "list", "object", "str", "tuple")),
+        )
+        for name in names
     },
 }
+
+#: Modules of Python and torch whose classes may be named: they hold plain values or settings.
+_PLAIN_MODULES = (
+    *("argparse", "collections", "copyreg", "copy_reg", "dataclasses", "datetime", "decimal"),
+    *("enum", "fractions", "functools", "pathlib", "types", "typing", "uuid"),
+    *("torch.nn.", "torch.optim."),
+)
 
 
 def named(
@@ -177,9 +201,21 @@ def named(
     return Global(f"{module}.{name}", *found)
 
 
+def named_or_foreign(module: str, name: str) -> Global:
+    """Return the record of a global, of the role "foreign" for a class of some other library.
+
+    Raise PickleError for names of Python and torch that are not in the table, but for plain data.
+    """
+    root = module.partition(".")[0]
+    is_own = root in sys.stdlib_module_names or root in ("__builtin__", "torch")
+    if (module, name) in _GLOBALS or (is_own and not module.startswith(_PLAIN_MODULES)):
+        return named(module, name)
+    return Global(f"{module[:100]}.{name[:100]}", "foreign")
+
+
 def kind_of(value: object) -> str:
     """Return the name of an object's type for an error, since its content may be endless."""
-    return value.name if isinstance(value, Global) else type(value).__name__
+    return value.name if isinstance(value, (Global, Foreign)) else type(value).__name__
 
 
 class Number(str):
@@ -236,6 +272,8 @@ def called(function: Any, arguments: Any, refuse: Refuse) -> Any:
             return tuple(*arguments)
         case "plain", _:
             return Opaque()
+        case "foreign", _:
+            return Foreign(function.name)
         case "unreadable", _:
             return Tensor(None, "", problem=function.value)
         case "tensor", (Storage(), *_):

@@ -7,7 +7,7 @@ from streamload.errors import HeaderError
 from streamload.files.limits import check_nbytes
 from streamload.formats.reader import File
 from streamload.formats.torch.choosing import SAVE
-from streamload.formats.torch.globals import Lookup, PickleError, named
+from streamload.formats.torch.globals import Lookup, PickleError, named_or_foreign
 from streamload.formats.torch.unpickler import Loaded, load
 
 _LONG_NBYTES = 2**20  # free memory is checked before a longer pickle is read
@@ -20,7 +20,9 @@ def check_length(file: File, nbytes: int, what: str) -> None:
         first_that_fits([(None, nbytes)], [(f"{what} of {file.path}", nbytes)])
 
 
-def unpickle(file: File, raw: bytes, what: str, at: int = 0, lookup: Lookup = named) -> Loaded:
+def unpickle(
+    file: File, raw: bytes, what: str, at: int = 0, lookup: Lookup = named_or_foreign
+) -> Loaded:
     """Return the content of the pickle at byte ``at`` of ``raw``; nothing in it is run.
 
     Raise HeaderError about ``what`` for an invalid pickle.
@@ -28,8 +30,5 @@ def unpickle(file: File, raw: bytes, what: str, at: int = 0, lookup: Lookup = na
     try:
         return load(raw, at, lookup)
     except PickleError as error:
-        if b"_parameters" in raw and b"_modules" in raw and error.named:
-            problem = f"is a pickled module, of {error.found}: no code is run to open a file"
-            raise HeaderError(file.path, problem, SAVE, error.found) from error
         expected = f"{error.expected} ({SAVE} writes them)" if error.named else error.expected
         raise HeaderError(file.path, f"{what} {error}", expected, error.found) from error

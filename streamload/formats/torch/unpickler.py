@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from streamload.core.memory import first_that_fits
 from streamload.formats.torch.globals import (
     CutOffError,
+    Foreign,
     Global,
     Instance,
     Lookup,
@@ -32,7 +33,7 @@ from streamload.formats.torch.globals import (
     called,
     key_of,
     kind_of,
-    named,
+    named_or_foreign,
     storage_of,
 )
 
@@ -45,7 +46,7 @@ class Loaded(NamedTuple):
     storages: Mapping[str, Storage]
 
 
-def load(data: bytes, at: int = 0, lookup: Lookup = named) -> Loaded:
+def load(data: bytes, at: int = 0, lookup: Lookup = named_or_foreign) -> Loaded:
     """Return the content of the pickle at byte ``at``.
 
     It consists of tuples, lists, dicts, strings, numbers, `Tensor`, `Instance` and `Opaque`.
@@ -289,29 +290,39 @@ def _dup(machine: _Machine, raw: _Raw) -> None:
     machine.stack.append(machine.stack[-1])
 
 
+def _is_foreign(machine: _Machine) -> bool:
+    """Whether the top of the stack is an object of another library, which keeps nothing."""
+    return bool(machine.stack) and type(machine.stack[-1]) is Foreign
+
+
 def _append(machine: _Machine, raw: _Raw) -> None:
     value = machine.pop()
-    machine.top(list).append(value)
+    if not _is_foreign(machine):
+        machine.top(list).append(value)
 
 
 def _appends(machine: _Machine, raw: _Raw) -> None:
     values = machine.since_mark()
-    machine.top(list).extend(values)
+    if not _is_foreign(machine):
+        machine.top(list).extend(values)
 
 
 def _add_items(machine: _Machine, raw: _Raw) -> None:
     machine.since_mark()
-    machine.top(Opaque)
+    if not _is_foreign(machine):
+        machine.top(Opaque)
 
 
 def _set_item(machine: _Machine, raw: _Raw) -> None:
     value, key = machine.pop(), machine.pop()
-    machine.top(dict)[key_of(key)] = value
+    if not _is_foreign(machine):
+        machine.top(dict)[key_of(key)] = value
 
 
 def _set_items(machine: _Machine, raw: _Raw) -> None:
     pairs = machine.since_mark()
-    _fill(machine, machine.top(dict), pairs)
+    if not _is_foreign(machine):
+        _fill(machine, machine.top(dict), pairs)
 
 
 def _dict(machine: _Machine, raw: _Raw) -> None:
@@ -376,10 +387,21 @@ def _stack_global(machine: _Machine, raw: _Raw) -> None:
 
 
 def _new(machine: _Machine, raw: _Raw) -> None:
-    """Push the `Instance` of a class without arguments; refuse other objects."""
+    """Push the `Instance` of a class without arguments, or a `Foreign`; refuse other objects."""
     match machine.stack[-2:]:
         case [Global(role="instance", name=name), ()]:
             machine.stack[-2:] = [Instance(name)]
+        case [Global(role="foreign", name=name), tuple()]:
+            machine.stack[-2:] = [Foreign(name)]
+        case _:
+            _refused(machine, raw)
+
+
+def _new_of_names(machine: _Machine, raw: _Raw) -> None:
+    """Push the `Foreign` of a class and its arguments by name; refuse other objects."""
+    match machine.stack[-3:]:
+        case [Global(role="foreign", name=name), tuple(), dict()]:
+            machine.stack[-3:] = [Foreign(name)]
         case _:
             _refused(machine, raw)
 
@@ -389,7 +411,7 @@ def _build(machine: _Machine, raw: _Raw) -> None:
     state = machine.pop()
     if machine.stack and type(machine.stack[-1]) is Instance:
         machine.stack[-1].state = state
-    else:
+    elif not _is_foreign(machine):
         machine.top(dict)
 
 
@@ -447,6 +469,7 @@ _ALIKE: Mapping[str, _Action] = {
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
     "NEWOBJ": _new,
+    "NEWOBJ_EX": _new_of_names,
     "REDUCE": _reduce,
     "BUILD": _build,
     "BINPERSID": _persistent,
