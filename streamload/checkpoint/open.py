@@ -202,7 +202,8 @@ def open_checkpoint(
 
     A folder's checkpoint consists of the files that ``model.safetensors.index.json`` names; or, if
     ``model.safetensors`` exists and no index names it, of that file alone; or else of all
-    ``*.safetensors`` except hidden ones and, if there are others, ``consolidated*``. The Hub and
+    ``*.safetensors``, whose names differ in numbers alone, except hidden ones and, if there are
+    others, ``consolidated*``. The Hub and
     buckets list their folders; at other URLs only the first two are found. A folder without
     safetensors files may hold ``pytorch_model.bin``, its index and its files, ``*.pth`` and the
     like, or ``.metadata`` and ``*.distcp``.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
+import struct
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -109,13 +111,28 @@ def test_no_tensors_by_name(tmp_path: Path, value: Any, found: str) -> None:
 # --- refused by name ------------------------------------------------------------------------------
 
 
+class _ById(pickle.Pickler):
+    def persistent_id(self, value: Any) -> int | None:
+        return 7 if value is Ellipsis else None
+
+
 def _tar() -> bytes:
+    """The tensor w in the form of torch before 0.1.10: storages, tensors and objects."""
+    tensor_form = struct.pack("<iiqqq", 1, 0, 4, 1, 0)  # axes, padding, length, stride, offset
+    objects = io.BytesIO()
+    _ById(objects, 2).dump({"w": ...})
+    storage = pickle.dumps((0, "cpu", torch.FloatStorage), 2) + struct.pack("<q4f", 4, *range(4))
+    parts = {
+        "storages": pickle.dumps(1, 2) + storage + pickle.dumps([], 2),
+        "tensors": pickle.dumps(1, 2) + pickle.dumps((7, 0, torch.FloatTensor), 2) + tensor_form,
+        "pickle": objects.getvalue(),
+    }
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as made:
-        for name in ("storages", "tensors", "pickle"):
+        for name, data in parts.items():
             info = tarfile.TarInfo(name)
-            info.size = 3
-            made.addfile(info, io.BytesIO(b"abc"))
+            info.size = len(data)
+            made.addfile(info, io.BytesIO(data))
     return out.getvalue()
 
 
@@ -198,6 +215,18 @@ def test_other_forms_are_refused_by_name(tmp_path: Path, form: str) -> None:
     error = refused(path)
     assert error.problem == problem
     assert str(error.expected).startswith(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_call_that_is_suggested_for_a_tar_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes a file that opens, with the same values."""
+    monkeypatch.chdir(tmp_path)
+    error = refused(write(tmp_path / "old.pth", _tar()))
+    exec(str(error.expected).partition(", if")[0], {"torch": torch})
+    assert [*open_checkpoint("model.pth").tensors] == ["w"]
+    assert torch.load("model.pth")["w"].tolist() == [0, 1, 2, 3]
 
 
 UNREADABLE: Mapping[str, tuple[Callable[[], Any], str]] = {
