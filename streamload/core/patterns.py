@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Self
+
+from streamload.core.system import bounded_child
 
 #: One or several patterns of tensor names, in the syntax of `fnmatch.fnmatchcase`.
 Patterns = str | Sequence[str]
@@ -67,6 +72,53 @@ class Selection:
         """Whether the tensor of this name is selected."""
         selected = not self.select or matches(name, self.select)
         return selected and not matches(name, self.exclude)
+
+
+# A regex of these matches in a time that is bounded by the product of the lengths.
+_PLAIN = re.compile(r"(?:[\w.^-]|\\\.)*")
+_QUICK_WORK = 10**7  # characters of patterns times those of names; 0.1 s
+_MOST_SECONDS = 20.0
+_MATCH = """
+import json, re, sys
+
+def first(name, patterns):
+    return next((key for key, pattern in patterns if pattern.match(name)), None)
+
+given = json.load(sys.stdin)
+try:
+    patterns = [(p, re.compile(rf"(.*\\.)?({p})$")) for p in given["patterns"]]
+    found = [first(name, patterns) for name in given["names"]]
+except BaseException as error:
+    sys.exit(f"{type(error).__name__}: {str(error)[:200]}")
+json.dump(found, sys.stdout)
+"""
+
+
+def ending_in(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
+    """Return for each name the first regex that matches its end from a dot on, as in peft.
+
+    Regexes of untrusted files may take any time to match: all but plain ones are matched in a child
+    process, for 20 seconds at most.
+
+    Raises:
+        ValueError: a pattern is no regex, or they take too long; the message says which.
+    """
+    work = sum(map(len, patterns)) * sum(map(len, names))
+    if work <= _QUICK_WORK and all(map(_PLAIN.fullmatch, patterns)):
+        compiled = [(p, re.compile(rf"(.*\.)?({p})$")) for p in patterns]
+        return [next((p for p, regex in compiled if regex.match(n)), None) for n in names]
+    given = {"patterns": patterns, "names": names}
+    try:
+        done = bounded_child(_MATCH, given, _MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"{len(patterns)} patterns are not matched with {len(names)} names in "
+            f"{_MOST_SECONDS:g} s"
+        ) from None
+    if done.returncode:
+        raise ValueError((done.stderr.strip().splitlines() or ["no memory"])[-1])
+    found: list[str | None] = json.loads(done.stdout)
+    return found
 
 
 def _patterns(given: Patterns) -> tuple[str, ...]:

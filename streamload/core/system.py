@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,6 +60,25 @@ def python_command(code: str, *arguments: str, sites: Sequence[str] = ()) -> lis
     # without PYTHONHOME, which -I ignores, the interpreter may not find its library
     flags = ["-P" if os.environ.get("PYTHONHOME") else "-I", *["-B"] * sys.dont_write_bytecode]
     return [sys.executable, *flags, "-c", f"import sys; sys.path[:] = {path!a}\n{code}", *arguments]
+
+
+#: Begins the program of `bounded_child`.
+_BOUNDED = """
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+except (ImportError, ValueError, OSError):
+    pass  # of this system, or a lower limit holds
+"""
+
+
+def bounded_child(code: str, given: Any, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run Python code on untrusted input in a child process, which gets 1 GiB of memory.
+
+    ``given`` is JSON, on the standard input of the child. Raises subprocess.TimeoutExpired.
+    """
+    command, text = python_command(_BOUNDED + code), json.dumps(given)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds)
 
 
 # Filesystems whose pages are never counted as available.

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,10 @@ from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint, read
 from streamload.codecs.weights import read_whole
 from streamload.core.location import Location, without_secrets
 from streamload.core.memory import first_that_fits
+from streamload.core.patterns import ending_in
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
-from streamload.files.header import Header, parse_json_object
+from streamload.files.header import Header, check_object, describe, parse_json_object
 from streamload.files.hub import fingerprint, identity
 from streamload.loading.lora_gguf import is_adapter, translated, undone
 from streamload.planning.families import is_conv1d
@@ -95,7 +97,7 @@ class Adapters:
             path, scale = (
                 each if isinstance(each, (tuple, list)) and len(each) == 2 else (each, 1.0)
             )
-            is_number = isinstance(scale, (int, float)) and math.isfinite(scale)
+            is_number = isinstance(scale, (int, float)) and abs(scale) <= sys.float_info.max
             if not isinstance(path, (str, os.PathLike)) or not is_number:
                 shown = without_secrets(repr(each))
                 raise ValueError(f"expected the path of an adapter, or (path, scale), not {shown}")
@@ -223,12 +225,18 @@ class _Reader:
                 self._assign(match["module"], info)
             else:
                 self._replace(name, info)
+        modules = [module for module, _ in parts]
+        self._ranks = self._numbers("r", modules)
+        self._alphas = self._numbers("lora_alpha", modules)
         held_nbytes = sum(info.nbytes for found in parts.values() for info in found.values())
         first_that_fits([(None, held_nbytes)], [(f"the adapter {self._path.parent}", held_nbytes)])
         for (module, embedding), found_parts in parts.items():
             self._merge(module, found_parts, embedding=embedding)
         to, shards = self._to, self._adapter.shards
-        saved, names = self._config.get("modules_to_save") or (), self._adapter.tensors
+        saved, names = self._config.get("modules_to_save") or [], self._adapter.tensors
+        if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
+            problem, expected = "modules_to_save is invalid", "a list of names"
+            raise CheckpointError(self._path, problem, expected, json.dumps(saved))
         lacking = [each for each in saved if not any(f".{each}." in f".{name}" for name in names)]
         if lacking or not names:
             expected = ", ".join(map(str, lacking)) or "lora_A and lora_B"
@@ -260,11 +268,18 @@ class _Reader:
         target = self._target(f"{module}.weight", some, may_turn=True)
         values = {part: self._values(info) for part, info in parts.items()}
         a, b = values["A"], values["B"]
-        scale = self._scale * self._alpha(module, len(a))
         plain, turned = (len(b), a.shape[1]), (a.shape[1], len(b))
         if a.shape[0] != b.shape[1] or target.shape not in (plain, turned):
             fits = f"factors of a matrix of {list(target.shape)}"
             self._refuse(some, f"the adapter does not fit {target.name!r}", fits, shapes)
+        rank = len(a)
+        if (stated := self._ranks[module]) not in (rank, None):
+            line = f'"r": {rank}, or "rank_pattern": {{"{module}": {rank}}}'
+            problem = f"{_CONFIG} states another rank than the factors have, which the scale "
+            problem += f"depends on: write {line} there if the factors are right"
+            self._refuse(some, problem, f"rank {stated:g}", shapes)
+        root = math.sqrt(rank) if self._config.get("use_rslora") else rank
+        scale = self._scale * (self._alphas[module] / root)
         # a Conv1D of a square matrix: peft's flag is that of the module that it wrapped last
         is_conv = is_conv1d(self._checkpoint.config, target.name) or config.get("fan_in_fan_out")
         is_turned = embedding or target.shape != plain or (plain == turned and bool(is_conv))
@@ -359,19 +374,25 @@ class _Reader:
     def _change(self, target: TensorInfo, change: Change) -> None:
         self._to.by_tensor.setdefault(target.name, []).append(change)
 
-    def _alpha(self, module: str, rank: int) -> float:
-        """Return the factor of the product: alpha / rank, or alpha / sqrt(rank)."""
-        own, alpha = self._config.get("alpha_pattern") or {}, self._config.get("lora_alpha", 8)
-        try:  # as peft's get_pattern_key
-            own = dict(own)
-            found = (own[p] for p in own if re.fullmatch(rf"(.*\.)?({p})", module))
-            alpha = next(found, alpha)
-            alpha = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-        except (TypeError, ValueError, re.error) as error:
-            expected = "numbers, and patterns of modules"
-            problem = "lora_alpha or alpha_pattern is invalid"
-            raise CheckpointError(self._path, problem, expected, [alpha, own]) from error
-        return float(alpha)
+    def _numbers(self, key: str, modules: list[str]) -> dict[str, Any]:
+        """Return "r" (None if unstated) or "lora_alpha" of each module, by their patterns."""
+        kind = "rank_pattern" if key == "r" else "alpha_pattern"
+        usual = self._config.get(key, None if key == "r" else 8)
+        own = check_object(self._config.get(kind) or {}, self._path, kind)
+        stated = [] if (key, usual) == ("r", None) else [(key, usual)]
+        for name, value in (*stated, *((f"{kind} of {n!r}", v) for n, v in own.items())):
+            if type(value) not in (int, float) or not math.isfinite(value):
+                problem, expected = f"{name} is invalid", "a number"
+                raise CheckpointError(self._path, problem, expected, describe(value))
+        try:
+            found = ending_in(list(own), modules)
+        except ValueError as error:
+            problem, expected = f"{kind} is invalid", "regular expressions that end soon"
+            raise CheckpointError(self._path, problem, expected, str(error)) from error
+        return {
+            module: own.get(module if name is None else name, usual)
+            for module, name in zip(modules, found, strict=True)
+        }
 
     def _values(self, info: TensorInfo) -> Rows:
         """Read a tensor of the adapter."""

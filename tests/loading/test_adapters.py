@@ -22,6 +22,7 @@ from lora_files import (
 )
 
 import streamload
+from streamload.core import patterns
 from streamload.errors import CheckpointError
 
 __all__ = ["hub"]
@@ -186,6 +187,95 @@ def test_errors_show_no_secret(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="adapter") as caught:
                 streamload.load_state_dict(None, path, adapters=given, device="host")  # type: ignore[arg-type]
             assert "se-cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"modules_to_save": 7}, "modules_to_save"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save"),
+        ({"modules_to_save": [7]}, "modules_to_save"),
+        ({"alpha_pattern": 7}, "alpha_pattern"),
+        ({"alpha_pattern": ["m"]}, "alpha_pattern"),
+        ({"alpha_pattern": {"m": "7"}}, "alpha_pattern"),
+        ({"alpha_pattern": {"x": None}}, "alpha_pattern"),
+        ({"alpha_pattern": {"(": 7}}, "alpha_pattern"),
+        ({"alpha_pattern": {"m{9999999999999}": 7}}, "alpha_pattern"),
+        ({"alpha_pattern": {"(" * 9000 + ")" * 9000: 7}}, "alpha_pattern"),
+        ({"rank_pattern": True}, "rank_pattern"),
+        ({"rank_pattern": {"m": [4]}}, "rank_pattern"),
+        ({"lora_alpha": "6"}, "lora_alpha"),
+        ({"lora_alpha": None}, "lora_alpha"),
+        ({"lora_alpha": 10**19, "r": True}, "r is invalid"),
+        ({"r": "4"}, "r is invalid"),
+        ({"trainable_token_indices": 7}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"e": [10**19, None]}}, "trainable_token_indices"),
+    ],
+)
+def test_a_configuration_of_other_types_is_one_error(
+    tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    """It names the file, and the field."""
+    path = tmp_path / "model.safetensors"
+    write(path, {"m.weight": random(0, 20, 12), "e.weight": random(0, 20, 12)})
+    tokens = {f"{BASE}e.token_adapter.trainable_tokens_delta": random(1, 2, 12)}
+    arrays = pair("m", 20, 12) | (tokens if "trainable_token_indices" in config else {})
+    folder = adapter(tmp_path / "a", arrays, **config)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        load(path, folder)
+    assert str(folder) in str(caught.value)
+    with pytest.raises(ValueError, match="expected the path"):
+        load(path, (folder, 10**400))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["alpha_pattern", "rank_pattern"])
+def test_a_regex_of_the_file_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """One that takes exponential time, and more patterns than can be matched."""
+    path, module = tmp_path / "model.safetensors", "a" * 40
+    write(path, {f"{module}.weight": random(0, 20, 12)})
+    monkeypatch.setattr(patterns, "_MOST_SECONDS", 1.0)
+    for number, regexes in enumerate((["(a+)+b"], [f"{'.' * 200}{i}" for i in range(100_000)])):
+        pattern = dict.fromkeys(regexes, 4)
+        folder = adapter(tmp_path / f"{number}", pair(module, 20, 12), **{key: pattern})
+        with pytest.raises(CheckpointError, match=f"{key} is invalid") as caught:
+            load(path, folder)
+        assert f"{len(regexes)} patterns" in str(caught.value.found)
+
+
+_NAMES = ["q", "l.q", "l.0.q", "l.10.q_proj", "model.layers.3.mlp.down_proj", "l.0.aq", "l.0.q\n"]
+_REGEXES = (
+    *("q", "^q", "^l.0.q", "0.q", "l..*", "q$", "^", "", r"\d+\.q(_proj)?", "a?q", "(?i:Q)"),
+    *(r"l\.0\.q", "q|l", "layers.[0-9].mlp.*", "(?=l)l.+", "(?!l)q", "mlp.down_proj", "x"),
+)
+
+
+@pytest.mark.slow
+def test_patterns_match_as_those_of_peft() -> None:
+    """Plain ones, which are matched here, and regular expressions; the first that fits counts."""
+    theirs = needs.module("peft.utils.other", needed=False).get_pattern_key
+    given = [[regex] for regex in _REGEXES] + [list(_REGEXES), list(reversed(_REGEXES))]
+    for regexes in given:
+        found = patterns.ending_in(regexes, _NAMES)
+        expected = [theirs(regexes, name) for name in _NAMES]
+        assert [f if f is not None else n for f, n in zip(found, _NAMES, strict=True)] == expected
+
+
+def test_the_rank_of_factors_is_that_of_the_configuration(tmp_path: Path) -> None:
+    """The scale is alpha by rank: rank 8 under ``r: 2`` is refused; ``rank_pattern`` may say 8."""
+    path = tmp_path / "model.safetensors"
+    w = random(0, 20, 12)
+    write(path, {"h.m.weight": w})
+    factors = pair("h.m", 20, 12, rank=8)
+    with pytest.raises(CheckpointError, match="another rank") as caught:
+        load(path, adapter(tmp_path / "a", factors, r=2))
+    assert (caught.value.tensor, caught.value.expected) == (f"{BASE}h.m.lora_A.weight", "rank 2")
+    assert '"r": 8, or "rank_pattern": {"h.m": 8}' in str(caught.value)
+    a, b = factors.values()
+    for config in ({"r": 8}, {"r": 2, "rank_pattern": {"h.m": 8}}, {"rank_pattern": {"m": 8}}):
+        found = load(path, adapter(tmp_path / "a", factors, lora_alpha=8, **config))["h.m.weight"]
+        assert np.allclose(found, w + b @ a, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from streamload.core.bounded_json import parse_json
-from streamload.core.system import python_command
+from streamload.core.system import bounded_child
 from streamload.formats.mlc.models import family_of
 from streamload.formats.writer import Model
 
@@ -183,15 +183,9 @@ _NAMES: Mapping[str, Mapping[str, Any]] = {
 }
 _ASKED, _ANSWERED, _AGAIN = "0 is the first?", "It is.", "And then?"
 _MOST_S, _MOST_LENGTH = 20, 2**20  # seconds that a template runs, and characters of its prompt
-#: Runs a template of a source, which may be hostile, with limits of time and memory.
+#: Runs a template of a source, which may be hostile.
 _RENDER = """
 import json, sys
-try:
-    import resource
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (2**30, most))
-except (ImportError, ValueError, OSError):
-    pass  # of this system, or a lower limit holds
 
 def refuse(message):
     raise ValueError(message)
@@ -267,9 +261,8 @@ def _rendered(text: str, tokens: Mapping[str, str]) -> tuple[str | None, str]:
     messages = [{"role": role, "content": content} for role, content in said]
     given = {"template": text, "messages": messages, "add_generation_prompt": True, **tokens}
     given["most"] = _MOST_LENGTH
-    command, raw = python_command(_RENDER), json.dumps(given)
     try:
-        done = subprocess.run(command, input=raw, capture_output=True, text=True, timeout=_MOST_S)
+        done = bounded_child(_RENDER, given, _MOST_S)
         prompt = json.loads(done.stdout) if not done.returncode else None
     except (subprocess.TimeoutExpired, ValueError):
         return None, "the source's chat template does not come to an end"
