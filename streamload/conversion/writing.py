@@ -14,6 +14,7 @@ open files are shared.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -57,6 +58,7 @@ _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 _NO_ERRORS = QuantCounts()
+_LEAST_NORMAL, _MOST_HALF = 2.0**-14, 65504.0  # of float16, which scales have
 _ELEMENT = 16  # bytes of the longest element
 #: Values that a `Part`'s cast changed, and errors of its quantization.
 _Counted: TypeAlias = tuple[CastCounts, QuantCounts]
@@ -409,6 +411,7 @@ class Writer:
             tensor.errors += errors
         last = part.stop == tensor.out.stop
         if last:
+            _check_quantized(tensor)
             tensor.digest, tensor.hasher = running.hexdigest(), None
         with self._changed:
             tensor.digested = part.stop
@@ -484,6 +487,26 @@ class Writer:
         if self._stopped:
             raise _StoppedError
         output.read_into(start, out)
+
+
+def _check_quantized(tensor: Writing) -> None:
+    """Raise CheckpointError if the codes of a weight that was quantized decode to other values."""
+    errors, out = tensor.errors, tensor.out
+    # smaller ones may become zero, and larger ones infinite: both are counted
+    if errors is None or not _LEAST_NORMAL <= errors.largest <= _MOST_HALF or errors.relative < 1:
+        return
+    found = "NaN or infinity" if math.isinf(errors.relative) else f"{errors.relative:.0%} away"
+    if out.importance is not None:
+        reason = f"the importance matrix {out.importance.header.path} has no such weights: leave it"
+    else:
+        reason = f'leave it as it is with quant={{"{out.info.name}": None, ...}}'
+    raise CheckpointError(
+        out.info.shard,
+        f"its codes of {out.became} do not decode to its values; {reason}",
+        "an error below 100% (root mean square)",
+        found,
+        tensor=out.info.name,
+    )
 
 
 def weight_of(out: OutTensor) -> object:

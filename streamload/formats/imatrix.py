@@ -31,6 +31,7 @@ from streamload.formats.reader import File, FormatReader, open_file, read_exactl
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _NUMBER, _NUMBERS = struct.Struct("<i"), struct.Struct("<ii")
 _LONGEST_NAME = 2**16
+_FAR = 40  # exponents beyond which weights are scaled
 
 
 class Importance(NamedTuple):
@@ -61,7 +62,11 @@ class Importance(NamedTuple):
             raise CheckpointError(
                 self.header.path, "its weights are not finite", tensor=self.sums.name
             )
-        return found
+        # searches square them; a power of two changes no result
+        most = found.max(axis=1, keepdims=True)
+        _, exponents = np.frexp(most)
+        scaled: Array = np.ldexp(found, np.where(abs(exponents) > _FAR, -exponents, 0))
+        return np.where(most > 0, scaled, np.float32(1))  # zeros alone would make all codes zero
 
 
 def read_imatrix(path: Path) -> Mapping[str, Importance]:

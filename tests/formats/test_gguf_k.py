@@ -25,6 +25,7 @@ from streamload.cli import main
 from streamload.conversion import convert as conversion
 from streamload.conversion.memory import Way
 from streamload.errors import CheckpointError
+from streamload.formats import imatrix as imatrix_file
 from streamload.formats.gguf.mixture import MIXTURES, Mixer
 from streamload.formats.imatrix import read_imatrix
 
@@ -276,6 +277,47 @@ def test_what_is_no_importance_of_it_is_one_error(case: str, tmp_path: Path) -> 
     given: Any = {"to": "gguf", "quant": "q4_k_m", "imatrix": path} | options
     with pytest.raises(ValueError, match=said):
         quiet(source, tmp_path / "out", **given)
+
+
+@pytest.mark.parametrize("times", [2.0**100, 2.0**117, 2.0**-70])
+def test_importance_of_any_magnitude(tmp_path: Path, times: float) -> None:
+    """Searches square it: it is scaled first, and the file is that of the usual magnitude."""
+    source = write_model(tmp_path / "in", "llama", **SHAPES["llama"] | {"num_hidden_layers": 1})
+    sums = importance_of(plain(source, tmp_path / "f32"))
+    files = []
+    for name, factor in (("usual", 1.0), ("far", times)):
+        scaled = {n: s * np.float32(factor) for n, s in sums.items()}
+        imatrix = write_entries(tmp_path / f"{name}.dat", scaled, calls=1)
+        quiet(source, tmp_path / name, to="gguf", quant="q4_k_m", imatrix=imatrix)
+        files.append(read_by_gguf_py(tmp_path / name / "model.gguf"))
+    assert files[0] == files[1]
+
+
+def test_weights_of_zero_alone_are_equal_weights(tmp_path: Path) -> None:
+    """As those of matrices that the text did not reach: their codes were all zero."""
+    source = write_model(tmp_path / "in", "llama", **SHAPES["llama"] | {"num_hidden_layers": 1})
+    sums = importance_of(plain(source, tmp_path / "f32"))
+    files = []
+    for value in (0.0, 1.0):
+        alike = {name: np.full_like(each, value) for name, each in sums.items()}
+        imatrix = write_entries(tmp_path / f"{value}.dat", alike, calls=1)
+        quiet(source, tmp_path / f"{value}", to="gguf", quant="q4_k_m", imatrix=imatrix)
+        files.append(read_by_gguf_py(tmp_path / f"{value}" / "model.gguf"))
+    assert files[0] == files[1]
+
+
+def test_what_was_quantized_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes that decode to NaN or to nothing are one error that names tensor and matrix."""
+    source = write_model(tmp_path / "in", "llama", **SHAPES["llama"] | {"num_hidden_layers": 1})
+    sums = importance_of(plain(source, tmp_path / "f32"))
+    monkeypatch.setattr(imatrix_file, "_FAR", 200)  # no weights are scaled
+    for value in (3e38, 1e36):
+        alike = {name: np.full_like(each, value) for name, each in sums.items()}
+        imatrix = write_entries(tmp_path / "a.dat", alike, calls=1)
+        said = r"model\.layers.*do not decode.*a\.dat has no such weights: leave it"
+        with pytest.raises(CheckpointError, match=said):
+            quiet(source, tmp_path / f"{value}", to="gguf", quant="q4_k_m", imatrix=imatrix)
+        assert [each.name for each in (tmp_path / f"{value}").iterdir()] == [".streamload"]
 
 
 def test_hostile_files(tmp_path: Path) -> None:
