@@ -419,24 +419,30 @@ class BudgetExceededError(BudgetError):
 
 @dataclass(eq=False, repr=False)
 class MemoryTakenError(BudgetError):
-    """Other processes took memory that a running load still needs; the load stopped in time.
+    """Others took memory that a running load, or pass, still needs; it stopped in time.
 
     Attributes:
         device: the devices that share the host's memory, or "host" for staging.
         needed_nbytes: bytes that the load would still take.
-        free_nbytes: free bytes, including page cache that the kernel can reclaim.
+        free_nbytes: free bytes, including page cache that the kernel can reclaim, and without
+            bytes that other loads of this process need.
         taken_nbytes: decrease of free bytes since the load began, without bytes that it took.
+        is_limited: whether the process got another limit of its memory, or another cgroup.
     """
 
     device: str
     needed_nbytes: int
     free_nbytes: int
     taken_nbytes: int
+    _: KW_ONLY
+    is_limited: bool = False
 
     def _message(self) -> str:
+        limited = ", and its limit changed" if self.is_limited else ""
         return (
-            f"{self.device}: others took {_bytes(self.taken_nbytes)} of memory while the load ran: "
-            f"it still needs {_bytes(self.needed_nbytes)}, and {_bytes(self.free_nbytes)} are free"
+            f"{self.device}: others took {_bytes(self.taken_nbytes)} of memory while the load ran"
+            f"{limited}: it still needs {_bytes(self.needed_nbytes)}, "
+            f"and {_bytes(self.free_nbytes)} are free"
         )
 
 

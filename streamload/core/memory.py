@@ -359,24 +359,39 @@ def available_system_nbytes(root: Path = Path("/")) -> int:
 
 
 class HostMemory:
-    """A faster `available_host_nbytes` for repeated calls, which finds the cgroups once.
-
-    The first call takes 1,200 microseconds, each further one 150, with one limit on 2 cores.
-    """
+    """A faster `available_host_nbytes` for repeated calls: groups are found when they change."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """Find the groups under ``root``, which has ``/proc`` and the mount points."""
+        """Look for groups under ``root``, which has ``/proc`` and the mount points."""
         self._root = root
-        self._groups = list(_cgroups(root, "memory"))
+        self._text = ""  # that names the process's groups
+        self._groups: list[tuple[Path, _Hierarchy]] = []
+        self._limits: list[list[int]] = []  # stated limits of each group
+        self.changes = 0  # how often `is_changed` was true
 
     def available_nbytes(self) -> int:
         """Return `available_host_nbytes` now; raises the same error."""
         system_nbytes = available_system_nbytes(self._root)
-        left = {group: _cgroup_available_nbytes(*group) for group in self._groups}
-        known = {group: nbytes for group, nbytes in left.items() if nbytes is not None}
-        locked_nbytes = LOCKED.nbytes
-        self._groups = [group for group, nbytes in known.items() if nbytes < _NO_LIMIT_NBYTES]
-        return min([system_nbytes, *(max(n - locked_nbytes, 0) for n in known.values())])
+        self.is_changed()
+        locked_nbytes, innermost = LOCKED.nbytes, self._groups[:1]
+        left = (
+            _cgroup_available_nbytes(*group, limits)
+            for group, limits in zip(self._groups, self._limits, strict=True)
+            # the innermost knows limits of groups that are not visible
+            if limits or group in innermost
+        )
+        return min([system_nbytes, *(max(n - locked_nbytes, 0) for n in left if n is not None)])
+
+    def is_changed(self) -> bool:
+        """Whether the process's groups, or their limits, have changed since the last call."""
+        before = self._groups, self._limits
+        text = file_text(self._root / "proc/self/cgroup")
+        if text != self._text:
+            self._text, self._groups = text, list(_cgroups(self._root, "memory"))
+        self._limits = [_stated_limits(*group) for group in self._groups]
+        is_changed = before != (self._groups, self._limits)
+        self.changes += is_changed
+        return is_changed
 
 
 def first_that_fits(
@@ -406,15 +421,22 @@ def first_that_fits(
     )
 
 
-def _cgroup_available_nbytes(directory: Path, kind: _Hierarchy) -> int | None:
-    """Return the free bytes of one cgroup; None if it has no limit."""
+def _stated_limits(directory: Path, kind: _Hierarchy) -> list[int]:
+    """Return the limits in bytes that one cgroup has."""
+    limits = (_number(directory / name) for name in _CONTROLLERS[kind].limits)
+    return [limit for limit in limits if limit is not None and limit < _NO_LIMIT_NBYTES]
+
+
+def _cgroup_available_nbytes(
+    directory: Path, kind: _Hierarchy, limits: Sequence[int]
+) -> int | None:
+    """Return the free bytes of one cgroup with these limits; None if it has no limit."""
     controller = _CONTROLLERS[kind]
     before = _number(directory / controller.usage) or 0
     stat = proc_fields(directory / "memory.stat")
     after = _number(directory / controller.usage) or 0
-    limits = [_number(directory / name) for name in controller.limits]
-    limits.append(stat.get("hierarchical_memory_limit"))  # v1 alone has it
-    stated = [limit for limit in limits if limit is not None]
+    above = stat.get("hierarchical_memory_limit", _NO_LIMIT_NBYTES)  # v1 alone has it
+    stated = [*limits, *([above] if above < _NO_LIMIT_NBYTES else [])]
     if not stated:
         return None
     # usage is read before and after: page cache may come or go between two reads

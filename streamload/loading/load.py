@@ -388,6 +388,7 @@ def run(
     parameters = decided.match.parameters if decided.match else None
     target = ModelTarget(made, decided.place.devices.framework, devices, parameters, ledger)
     try:
+        headroom.begin()
         fetched = _fetched(made, checkpoint)
         fetched_nbytes = sum(fetched.values())
         done = {"loaded": 0, "downloaded": 0}  # each is written by one thread
@@ -437,6 +438,7 @@ def run(
             with suppress(Exception):  # the first error is raised
                 device.synchronize()
                 device.trim()
+        headroom.end()
     meter.sample(at_once=True)
     return _report(decided, stats, target, ledger, meter, clock)
 

@@ -51,6 +51,7 @@ from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import compile_encoders
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
+from streamload.streaming.memory_watch import needed_by_loads
 
 if TYPE_CHECKING:
     from streamload.devices.cuda import BulkCopier
@@ -293,7 +294,7 @@ def host_room_nbytes(parameters: int = 0) -> int | None:
 def _host_free_nbytes(*, needed: bool) -> int | None:
     """Return the free host bytes for a load; if unknown, None, or DeviceError if `needed`."""
     free = available_host_nbytes() if needed else free_host_nbytes()
-    return None if free is None else free - overhead_nbytes(free)
+    return None if free is None else free - needed_by_loads() - overhead_nbytes(free)
 
 
 def _system_free_nbytes(*, needed: bool) -> int | None:
@@ -304,7 +305,7 @@ def _system_free_nbytes(*, needed: bool) -> int | None:
         if needed:
             raise
         return None
-    return free - overhead_nbytes(free)
+    return free - needed_by_loads() - overhead_nbytes(free)
 
 
 def open_devices(

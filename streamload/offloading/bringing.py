@@ -55,6 +55,7 @@ from streamload.offloading.layers import Layer, LayerState, RoundStats, Slots
 from streamload.planning.plan import Plan
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.loop import Crew, crew_of
+from streamload.streaming.memory_watch import PassWatch
 from streamload.streaming.state import Sink, Transfer, WorkItem, written_nbytes
 
 # After this time without a pass, threads end, and staging and files are released until the next.
@@ -74,12 +75,17 @@ class Bringer(Holding, Sink):
         memory: Slots,
         changes: Changes = NO_CHANGES,
         experts: ExpertCache | None = None,
+        watch: PassWatch | None = None,
     ) -> None:
-        """Start no thread; ``layers``: those of a pass in the expected order, then all experts."""
+        """Start no thread.
+
+        ``layers``: those of a pass in the expected order, then all experts; ``watch``: what R looks
+        at before each layer, or None.
+        """
         super().__init__(plan, layers, memory, experts)
         self.stats = RoundStats(stalls=[0.0] * self._first_expert)
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
-        self._changes = changes
+        self._changes, self._watch = changes, watch
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._active_s = 0.0
         self.calls = 0

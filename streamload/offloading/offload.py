@@ -35,6 +35,7 @@ from streamload.planning.plan import Plan
 from streamload.planning.shares import Share
 from streamload.planning.sources import Found
 from streamload.planning.suggest import Wanted, call_of_library
+from streamload.streaming.memory_watch import PassWatch
 
 
 class Streaming(NamedTuple):
@@ -422,6 +423,7 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
         Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
         for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
+    watch = _watch(made, device)
     memory: Slots
     if made.views:
         memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
@@ -431,7 +433,18 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
         *(made.stream, problem.checkpoint, device, layers, memory),
         changes=problem.options.changes,
         experts=ExpertCache(made.experts, residency.cache_slots),
+        watch=watch,
     )
+
+
+def _watch(made: OffloadPlan, device: Device) -> PassWatch:
+    """Return a watch of the host's memory, of which passes will have touched slots and staging."""
+    assert made.stream is not None
+    promised = made.stream.host_nbytes
+    if device.info.in_process:
+        promised += made.stream.devices[0].scratch_nbytes
+        promised += 0 if made.views else made.residency.arena_nbytes
+    return PassWatch(made.device, promised)
 
 
 def _arena(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Slots:

@@ -59,6 +59,7 @@ class Rounds(Bringer):
 
         Raises:
             OffloadError: this was closed, or another thread computes with a layer now.
+            MemoryTakenError: others took memory of the host, and little is left.
             StreamloadError: the layer could not be brought; the next call tries again.
         """
         self._check_process()
@@ -74,6 +75,8 @@ class Rounds(Bringer):
     def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[int]:
         """Wait until layers are in slots; return each one's first, add the time to ``stalls``."""
         begun = time.perf_counter()
+        if self._watch is not None:
+            self._watch.look()
         with self._lock:
             self._check_usable()
             self._runner = threading.get_ident()

@@ -122,14 +122,15 @@ EXAMPLES += [
         ("CL", "7 bytes", "95 bytes", "100 bytes", "a lazy graph"),
     ),
     (
-        MemoryTakenError("cpu, CL", 3 * 10**9, 2 * 10**9, 10**9),
+        MemoryTakenError("cpu, CL", 3 * 10**9, 2 * 10**9, 10**9, is_limited=True),
         {
             "device": "cpu, CL",
             "needed_nbytes": 3 * 10**9,
             "free_nbytes": 2 * 10**9,
             "taken_nbytes": 10**9,
+            "is_limited": True,
         },
-        ("cpu, CL", "3000000000", "2000000000", "1000000000"),
+        ("cpu, CL", "3000000000", "2000000000", "1000000000", "its limit changed"),
     ),
     (
         UnsupportedCastError("float32", "int8", reason="why", tensor="w", path=Path("f")),

@@ -12,7 +12,7 @@ import needs
 import numpy as np
 import pytest
 from bench_parts.section import forget
-from boxes import Boxes, BoxRun
+from boxes import Boxes, BoxRun, remove
 from parameters import product
 from safetensors.numpy import save_file
 
@@ -235,6 +235,194 @@ def test_two_loads_that_fit_one_by_one(cgroup: Boxes, folder: Path, rounds: int)
         ends += _two(cgroup, folder, "host", 230_000_000 + turn % 10 * 9_000_000)
     assert set(ends) <= {f"loaded {TOTAL}", "MemoryTakenError", "PlanInfeasibleError"}
     assert "MemoryTakenError" in ends
+
+
+# Two of them at once, in threads of one process, the second `delay` seconds after the first.
+THREADS = """
+import sys, threading, time
+import streamload
+from streamload.errors import BudgetError
+
+path, tiny, device, delay = sys.argv[1:]
+arguments = {"device": device, "dtype": "checkpoint", "budget": "150MB", "progress": False}
+streamload.load_state_dict(None, tiny, **arguments)
+kept, gate = [], threading.Barrier(2)
+
+
+def load(delay):
+    gate.wait()
+    time.sleep(delay)
+    try:
+        kept.append(streamload.load_state_dict(None, path, **arguments).state_dict)
+        print("loaded", sum(float(tensor.sum()) for tensor in kept[-1].values()))
+    except BudgetError as error:
+        print(type(error).__name__)
+
+
+threads = [threading.Thread(target=load, args=(each,)) for each in (0, float(delay))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(2, id="short"), pytest.param(24, id="long", marks=pytest.mark.slow)]
+)
+def test_two_loads_in_one_process(cgroup: Boxes, folder: Path, rounds: int) -> None:
+    """The growth of one hides the needs of none: neither kills, and one of them loads."""
+    arguments = (folder / "large", folder / "tiny", "host")
+    for turn in range(rounds):
+        if turn % 2:
+            forget(folder / "large")
+        limit_nbytes = 200_000_000 + turn % 6 * 18_000_000
+        done = _run(cgroup, limit_nbytes, THREADS, *arguments, (0, 0.02, 0.05)[turn % 3])
+        assert (done.returncode, done.oom_killed) == (0, False), (limit_nbytes, done.stderr)
+        ends = done.stdout.splitlines()
+        assert set(ends) <= {f"loaded {TOTAL}", "MemoryTakenError", "PlanInfeasibleError"}
+        assert f"loaded {TOTAL}" in ends
+
+
+# Passes over layers that stream, beside a process that takes all memory, 5 MB a second.
+PASSES = """
+import subprocess, sys, time
+import streamload
+from streamload.errors import MemoryTakenError
+
+path, device, entrance = sys.argv[1:]
+THIEF = '''
+import mmap, time
+taken = mmap.mmap(-1, 2**30)
+for at in range(0, 2**30, 2**20):
+    taken[at : at + 2**20] = bytes(2**20)
+    time.sleep(0.2)
+'''
+options = {"device": device, "dtype": "checkpoint", "budget": "35MB"}
+if entrance == "stream_layers":
+    streamed = streamload.stream_layers(path, **options)
+else:
+    import torch
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.empty(NBYTES // 48, device="meta"))
+
+        def forward(self, x):
+            return x + self.w[0]
+
+    model = torch.nn.Sequential(*(Layer() for _ in range(12))).eval()
+    streamed = streamload.offload(model, path, progress=False, **options)
+
+
+def one_pass():
+    if entrance == "offload":
+        return float(model(torch.zeros(1)))
+    read = (lambda tensor: tensor) if device == "host" else (lambda tensor: tensor.numpy())
+    return sum(float(read(each)[0]) for _, tensors in streamed for each in tensors.values())
+
+
+with streamed:
+    assert one_pass() == 18
+    thief = subprocess.Popen([sys.executable, "-S", "-c", THIEF])
+    try:
+        while thief.poll() is None:
+            assert one_pass() == 18
+            time.sleep(0.01)
+    except MemoryTakenError as error:
+        print(error.taken_nbytes, error.free_nbytes)
+    thief.kill()
+    thief.wait()
+    assert one_pass() == 18
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "entrance"),
+    [
+        ("host", "stream_layers"),
+        pytest.param("cpu", "stream_layers", marks=pytest.mark.slow),
+        pytest.param("CL", "stream_layers", marks=pytest.mark.slow),
+        pytest.param("cpu", "offload", marks=pytest.mark.slow),
+    ],
+)
+def test_passes_that_are_robbed_stop(
+    cgroup: Boxes, folder: Path, device: str, entrance: str
+) -> None:
+    """Of layers that stream, too, and go on once there is memory again."""
+    _works(device)
+    limit_nbytes = BOXES[device] - NBYTES
+    done = _run(cgroup, limit_nbytes, PASSES, folder / "large", device, entrance)
+    assert (done.returncode, done.oom_killed) == (0, False), (done.stdout, done.stderr)
+    taken_nbytes, free_nbytes = map(int, done.stdout.split())
+    assert 0 < free_nbytes < 30_000_000 < taken_nbytes
+
+
+# Loads a checkpoint; from a tenth on, its group gets a limit, or it moves to a tighter group.
+TIGHTER = """
+import sys
+from pathlib import Path
+import streamload
+from streamload.errors import MemoryTakenError
+
+streamload.core.progress._TELL_EVERY_S = 0
+path, tiny, device, tighter, room = sys.argv[1:]
+groups = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+(name,) = {Path(group).name for group in groups if Path(group).name.startswith("streamload-")}
+group = next(Path("/sys/fs/cgroup").rglob(name))
+limit = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+usage = limit.replace("max", "current").replace("limit", "usage")
+arguments = {"device": device, "dtype": "checkpoint", "budget": "150MB", "chunk_nbytes": 2**20}
+streamload.load_state_dict(None, tiny, progress=False, **arguments)
+begun = False
+
+
+def progress(done, total):
+    global begun
+    if not begun and done > total // 10:
+        begun = True
+        if tighter:
+            Path(tighter, "cgroup.procs").write_text("0")
+        else:
+            (group / limit).write_text(str(int((group / usage).read_text()) + int(room)))
+
+
+try:
+    streamload.load_state_dict(None, path, progress=progress, **arguments)
+    print("loaded")
+except MemoryTakenError as error:
+    print(error.needed_nbytes, error.free_nbytes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "how"),
+    product(
+        ["host", "CL", "cpu"],
+        ["limited", "moved"],
+        fast=lambda device, how: device == "host",
+    ),
+)
+def test_a_limit_that_comes_during_a_load(
+    cgroup: Boxes, folder: Path, device: str, how: str
+) -> None:
+    """Limits and groups are read again: a load that does not fit any more stops."""
+    _works(device)
+    for room_nbytes in (30_000_000, 60_000_000, 90_000_000, 160_000_000):
+        tighter = cgroup.make(room_nbytes)
+        where = tighter.folder if how == "moved" else ""
+        try:
+            arguments = (folder / "large", folder / "tiny", device, where, room_nbytes)
+            done = _run(cgroup, 2**40, TIGHTER, *arguments)
+        finally:
+            remove(tighter.folder)
+        assert done.returncode == 0, (room_nbytes, done.stderr)
+        if room_nbytes > NBYTES:
+            assert done.stdout == "loaded\n"
+        else:
+            needed_nbytes, free_nbytes = map(int, done.stdout.split())
+            assert free_nbytes < needed_nbytes + 20_000_000
 
 
 @pytest.mark.slow
