@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import json
+import subprocess
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -90,7 +91,7 @@ def write_others(folder: str, nbytes: int, scale: float, shards: list[int]) -> L
         from bench_parts.offload_jobs import write_mixture
 
         tiny = {"vocab_size": 512, "hidden_size": 128, "moe_intermediate_size": 64}
-        tiny |= {"num_hidden_layers": 4, "head_dim": 32, "num_attention_heads": 4}
+        tiny |= {"num_hidden_layers": 3, "head_dim": 32, "num_attention_heads": 4}
         tiny |= {"num_experts": 8, "num_experts_per_tok": 2}
         for count in shards:
             out = Path(folder, f"mixture-{count}")
@@ -215,6 +216,7 @@ def expect_mixture(path: str, device: str, out: str) -> Lap:
 def _expect(path: str, device: str, kind: str, out: str, counts: tuple[int, ...]) -> dict[str, Any]:
     import torch
 
+    gc.collect()  # the model before
     model = _plain(path, device, _CHANGES[kind])
     vocabulary = model.config.vocab_size
     found: dict[str, Any] = {"vocabulary": vocabulary}
@@ -502,7 +504,9 @@ def versions() -> Lap:
         found: dict[str, Any] = {"versions": facts(), "cuda": torch.version.cuda}
         if torch.cuda.is_available():
             found["device"] = torch.cuda.get_device_name(0)
-            found["device_nbytes"] = torch.cuda.get_device_properties(0).total_memory
-        return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+            ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            with suppress(OSError):
+                found["driver"] = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+        return found
 
     return lap

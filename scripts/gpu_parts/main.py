@@ -32,9 +32,8 @@ from gpu_parts.state import (
     test_files,
     test_problem,
 )
-from streamload.bench.processes import Child, MeasurementError, call, open_context
+from streamload.bench.processes import Child, MeasurementError, call
 from streamload.core.units import format_bytes, format_table
-from streamload.errors import DeviceError
 
 _TESTS_AT_ONCE = 5
 _TESTS_SHARE = 0.45  # of the minutes
@@ -43,8 +42,8 @@ _PREPARE_S = 200.0  # for a step
 _LAST_S = 15.0  # kept for the end
 _LEAST_ROW_S = 20.0  # a row begins only if as much is left
 _MOST_TRACE = 4000  # characters of a row's error
-_ROOM_NBYTES = 60_000_000_000  # of the checkpoints, with some to spare
-_MIXTURE_NBYTES = 5_000_000_000
+_ROOM_NBYTES = 56_000_000_000  # of the checkpoints, with some to spare
+_MIXTURE_NBYTES = 4_000_000_000
 _NF4_BUDGET, _BUDGET = 2_000_000_000, 3_000_000_000
 _TINY_NBYTES, _TINY_SCALE, _SCALE = 8_000_000, 0.02, 0.1
 
@@ -61,6 +60,10 @@ class Run:
         rehearsed: whether models are tiny.
         found: the results.
         failed: by name of what could not be prepared, the reason.
+        lock: is held while results change.
+        device_is_free: is set once no test asks for the memory of all processes.
+        children: processes of jobs.
+        processes: those of tests.
     """
 
     out: Path | None
@@ -71,6 +74,7 @@ class Run:
     found: dict[str, Any]
     failed: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    device_is_free: threading.Event = field(default_factory=threading.Event)
     children: set[Child] = field(default_factory=set)
     processes: set[int] = field(default_factory=set)
 
@@ -90,7 +94,9 @@ class Run:
         """Write all results, under the lock."""
         if self.out is not None:
             partial = self.out.with_name(self.out.name + ".partial")
-            partial.write_text(json.dumps(self.found, indent=1) + "\n")
+            # traces name no folder of one machine
+            text = json.dumps(self.found, indent=1).replace(f"{ROOT}/", "")
+            partial.write_text(text + "\n")
             partial.replace(self.out)
 
     @contextmanager
@@ -104,46 +110,57 @@ class Run:
             finally:
                 self.children.discard(child)
 
+    @contextmanager
+    def threads(self, count: int) -> Iterator[ThreadPoolExecutor]:
+        """Give threads; Ctrl-C ends the processes that they wait for."""
+        with ThreadPoolExecutor(count) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self.until = time.monotonic()
+                self.kill()
+                raise
+
     def kill(self) -> None:
-        """End all processes."""
+        """End all processes, and waits for them."""
+        self.device_is_free.set()
         for pid in list(self.processes):
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         for child in list(self.children):
-            with suppress(OSError):
-                child.close(at_once=True)
+            child.kill()
 
 
 def main(args: argparse.Namespace) -> int:
     """Run what is asked for; return the exit status."""
-    try:
-        if not args.rehearse:
-            open_context(0)
-    except DeviceError as error:
-        print(f"gpu: {error}; --rehearse runs tiny models on the CPU", file=sys.stderr)
-        return 2
     begun = time.monotonic()
     room = args.work or _room(0 if args.rehearse else _ROOM_NBYTES)
     with tempfile.TemporaryDirectory(prefix="streamload-gpu-", dir=room) as work:
         until = begun + args.minutes * 60 - _LAST_S
-        found = _before(args)
         device = "cpu" if args.rehearse else "cuda:0"
-        run = Run(args.json, until, Path(work), device, args.rehearse, found)
-        watch = threading.Timer(until - begun + _LAST_S / 2, _give_up, (run,))
-        watch.daemon = True
-        watch.start()
+        run = Run(args.json, until, Path(work), device, args.rehearse, _before(args))
+        ends = [threading.Timer(max(run.left_s, 0), run.kill)]
+        # whatever hangs: results are on the disk
+        ends.append(threading.Timer(max(run.left_s, 0) + _LAST_S * 2 / 3, os._exit, (1,)))
+        for end in ends:
+            end.daemon = True
+            end.start()
         _say(f"files in {work}")
-        _facts(run)
-        with ThreadPoolExecutor(2) as pool:
+        if not _facts(run):
+            _say("gpu: torch finds no CUDA device; --rehearse runs tiny models on the CPU")
+            return 2
+        with run.threads(1) as pool:
             prepared = pool.submit(_prepare, run, args.only)
             _test(run, args.only)
             prepared.result()
         _rows(run, args.only)
-        watch.cancel()
-    found["seconds"] = round(time.monotonic() - begun, 1)
-    with run.lock:
-        run.write()
-    return _print(run)
+        with run.lock:
+            run.found["seconds"] = round(time.monotonic() - begun, 1)
+            run.write()
+        status = _print(run)
+    for end in ends:
+        end.cancel()
+    return status
 
 
 def _say(text: str) -> None:
@@ -151,12 +168,13 @@ def _say(text: str) -> None:
 
 
 def _room(nbytes: int) -> Path:
-    """Return a folder with so many bytes free, in memory if it can be."""
+    """Return a folder with so many bytes free, in memory if it can be; else the one with most."""
+    free_nbytes: dict[str, int] = {}
     for name in ("/dev/shm", tempfile.gettempdir()):
         with suppress(OSError):
-            if shutil.disk_usage(name).free >= nbytes:
-                return Path(name)
-    sys.exit(f"gpu: no room for {format_bytes(nbytes)} in /dev/shm; write --work FOLDER")
+            free_nbytes[name] = shutil.disk_usage(name).free
+    enough = [name for name, free in free_nbytes.items() if free >= nbytes]
+    return Path(enough[0] if enough else max(free_nbytes, key=free_nbytes.__getitem__))
 
 
 def _before(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,7 +186,8 @@ def _before(args: argparse.Namespace) -> dict[str, Any]:
             before = json.loads(args.json.read_text())
             if before["rooms"] == rooms and before["rehearsed"] == args.rehearse:
                 found = {kind: before[kind] for kind in found}
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    command += ["--exclude=*"]
     commit = args.commit or ""
     if not commit:
         with suppress(OSError):
@@ -177,24 +196,17 @@ def _before(args: argparse.Namespace) -> dict[str, Any]:
     return {**facts, "date": time.strftime("%Y-%m-%d"), **found}
 
 
-def _facts(run: Run) -> None:
+def _facts(run: Run) -> bool:
+    """Add facts of the machine; return whether the device is there."""
     try:
         with run.child("versions", 60.0) as child:
             said = child.lap()[0]
     except MeasurementError as error:
-        said = {"device": f"unknown: {error}"}
+        said = {"versions": str(error)}
     with run.lock:
         run.found |= {key: said[key] for key in said if key not in ("seconds", "cpu_s")}
         run.write()
-
-
-def _give_up(run: Run) -> None:
-    """End the run whatever hangs: results are on the disk."""
-    _say("out of time")
-    threading.Timer(3.0, os._exit, (1,)).start()
-    run.kill()
-    shutil.rmtree(run.work, ignore_errors=True)
-    os._exit(1)
+    return run.rehearsed or "device" in said
 
 
 # --- tests ----------------------------------------------------------------------------------------
@@ -207,9 +219,12 @@ def _test(run: Run, only: str) -> None:
         files = files[:0]
     until = time.monotonic() + run.left_s * _TESTS_SHARE
     alone = [file for file in files if "DriverMeter" in (ROOT / file).read_text()]
-    for file in alone:
-        _tested(run, file, until)
-    with ThreadPoolExecutor(_TESTS_AT_ONCE) as pool:
+    try:
+        for file in alone:
+            _tested(run, file, until)
+    finally:
+        run.device_is_free.set()
+    with run.threads(_TESTS_AT_ONCE) as pool:
         list(pool.map(lambda file: _tested(run, file, until), [f for f in files if f not in alone]))
 
 
@@ -217,11 +232,11 @@ def _tested(run: Run, file: str, until: float) -> None:
     """Run a test file in a process, and add its outcomes."""
     facts: dict[str, Any] = {"file": file, "passed": 0, "failed": 0, "skipped": 0}
     facts |= {"ended": "", "skips": {}, "failures": {}, "seconds": 0.0}
-    left_s = until - time.monotonic()
+    left_s = min(until - time.monotonic(), run.left_s)
     if left_s < 1:
         run.add("tests", "file", facts | {"ended": "not run: out of time"})
         return
-    with tempfile.TemporaryDirectory(dir=run.work) as folder:
+    with tempfile.TemporaryDirectory(prefix="streamload-gpu-") as folder:  # on a disk, if it can be
         outcomes = Path(folder, "outcomes")
         paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environ = os.environ | {"STREAMLOAD_GPU_OUTCOMES": str(outcomes)}
@@ -292,7 +307,7 @@ def _prepare(run: Run, only: str) -> None:
         more = {"folder": str(run.work), "nbytes": mixture, "scale": scale, "shards": SHARDS}
         kinds = sorted(wanted - models)
         jobs.append(lambda: _made_others(run, more, kinds))
-    with ThreadPoolExecutor(2) as pool:
+    with run.threads(2) as pool:
         list(pool.map(lambda job: job(), jobs))
 
 
@@ -312,6 +327,7 @@ def _made_others(run: Run, given: Mapping[str, Any], kinds: Sequence[str]) -> No
 
 
 def _expect(run: Run, name: str) -> None:
+    run.device_is_free.wait()
     where = {"path": str(run.work / f"{name}-1"), "device": run.device}
     _finish(run, name, f"expect_{name}", **where, out=str(run.work / f"expected-{name}"))
 
@@ -420,18 +436,17 @@ def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
     try:
         with child:
             while "end" not in (said := child.lap()[0]):
-                if run.left_s < 0:
-                    raise MeasurementError("out of time")
                 step = said.pop("step")
                 seconds[step] = round(said.pop("seconds"), 4)
                 if why := said.pop("wrong", ""):
                     wrong.append(f"{step}: {why}")
                 facts |= {key: value for key, value in said.items() if key != "cpu_s"}
     except MeasurementError as error:
-        after = f" after {list(seconds)[-1]}" if seconds else ""
-        wrong.append(f"{error}{after}")
+        why = "out of time" if run.left_s <= 0 else str(error)
+        wrong.append(f"{why} after {list(seconds)[-1]}" if seconds else why)
         trace = Path(row.arguments["trace"])
-        facts["trace"] = trace.read_text(errors="replace")[-_MOST_TRACE:] if trace.exists() else ""
+        text = trace.read_text(errors="replace") if trace.exists() else ""
+        facts["trace"] = text.partition("\nExtension modules")[0][-_MOST_TRACE:]
         if row.package and importlib.util.find_spec(row.package) is None:
             facts["skipped"] = f"{row.package} is not installed"
     finally:
@@ -450,14 +465,16 @@ def _print(run: Run) -> int:
     table = []
     for row in sorted(rows, key=lambda row: ROWS.index(row["name"])):
         seconds = row.get("seconds", {})
-        took = [
-            f"{seconds[step]:.3f}" if step in seconds else ""
-            for step in ("open", "first pass", "pass", "idle pass", "generate")
-        ]
-        took[0] = took[0] or (f"{seconds['load']:.3f}" if "load" in seconds else "")
-        sizes = [format_bytes(row.get(key) or 0) for key in ("device_nbytes", "host_nbytes")]
+        steps = ("open", "first pass", "pass", "idle pass", "generate")
+        if "load" in seconds:
+            steps = ("load", "", "load again", "", "")
+        took = [f"{seconds[step]:.3f}" if step in seconds else "" for step in steps]
         error = f"{row['error']:.2g}" if "error" in row else ""
-        said = row.get("skipped") or ("right" if row["right"] else row.get("wrong", ""))[:100]
+        sizes = [
+            format_bytes(row[key]) if row.get(key) else ""
+            for key in ("device_nbytes", "host_nbytes")
+        ]
+        said = "right" if row["right"] else "skipped" if row.get("skipped") else "WRONG"
         table.append((row["name"], said, *took, error, *sizes))
     titles = ("row", "", "open, s", "first", "pass", "idle", "generate", "error", "device", "host")
     print(f"\n{run.found.get('device', run.device)}, {run.found['seconds']} s")

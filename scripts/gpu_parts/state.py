@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
         "--rehearse", action="store_true", help="tiny models on the CPU; --json is needed to keep"
     )
     parser.add_argument("--json", type=Path, help="the file for results (docs/gpu.json)")
-    parser.add_argument("--work", type=Path, help="a folder for 60 GB of files (/dev/shm)")
+    parser.add_argument("--work", type=Path, help="a folder for 56 GB of files (/dev/shm)")
     parser.add_argument("--commit", help="the commit, where there is no git")
     args = parser.parse_args()
     if args.json is None and (args.check or not args.rehearse):

@@ -280,6 +280,12 @@ class Child:
             time.sleep(_SAMPLE_S)
         return ended
 
+    def kill(self) -> None:
+        """End the child and its children, from any thread: an answer awaited is an error."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self, *, at_once: bool = False) -> None:
         """End the child and its children, if ``at_once`` without waiting; may be called again."""
         if self._process.returncode is not None:
@@ -291,8 +297,7 @@ class Child:
         try:
             self._ended(0 if at_once else _GOODBYE_S)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill()
             _, status, usage = os.wait4(self._process.pid, 0)
             self._process.returncode = os.waitstatus_to_exitcode(status)
             self.cpu_s = usage.ru_utime + usage.ru_stime
