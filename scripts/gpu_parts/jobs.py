@@ -55,25 +55,36 @@ def _laps(steps: Steps, trace: str = "") -> Lap:
 
 
 def write_llamas(folder: str, nbytes: int, shards: list[int]) -> Lap:
-    """Write a Llama and its nf4 as so many files each; 0 bytes: Llama-3-8B's shape."""
+    """Write a Llama as so many files each; 0 bytes: Llama-3-8B's shape."""
 
     def steps() -> Steps:
         from make_checkpoint import PRESETS, make_checkpoint, shape_of_size
 
-        from streamload import convert
         from streamload.core.dtypes import BF16
 
         shape = shape_of_size(nbytes, BF16) if nbytes else PRESETS["llama-3-8b"]
         for count in shards:
             out = Path(folder, f"llama-{count}")
-            total_nbytes = make_checkpoint(out, shape, shards=count)
+            make_checkpoint(out, shape, shards=count)
             yield {"made": str(out)}
-            nf4 = Path(folder, f"llama-nf4-{count}")
-            # of four files the largest tensor takes much of one: parts of any size
-            most: Any = "1TB" if count == 1 else total_nbytes // (3 * count)
-            warnings.simplefilter("ignore")
-            convert(out, nf4, quant="nf4", max_shard_size=most, progress=False)
-            yield {"made": str(nf4)}
+
+    return _laps(steps())
+
+
+def write_nf4(folder: str, shards: list[int]) -> Lap:
+    """Convert the Llamas to nf4, as about so many files each."""
+
+    def steps() -> Steps:
+        from streamload import convert
+
+        warnings.simplefilter("ignore")
+        for count in shards:
+            path, out = (Path(folder, f"{name}-{count}") for name in ("llama", "llama-nf4"))
+            nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            # a third of the bytes is left, most of them the embedding's and the head's
+            most: Any = "1TB" if count == 1 else nbytes // (3 * count)
+            convert(path, out, quant="nf4", max_shard_size=most, progress=False)
+            yield {"made": str(out)}
 
     return _laps(steps())
 

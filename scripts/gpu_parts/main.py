@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -299,37 +299,33 @@ def _prepare(run: Run, only: str) -> None:
     models = wanted - {"mixture", "pipeline"}
     nbytes, mixture = (_TINY_NBYTES, 0) if run.rehearsed else (0, _MIXTURE_NBYTES)
     scale = _TINY_SCALE if run.rehearsed else _SCALE
-    jobs: list[Callable[[], None]] = []
-    if models:
-        given = {"folder": str(run.work), "nbytes": nbytes, "shards": SHARDS}
-        jobs.append(lambda: _made(run, "llama", "write_llamas", given, models != {"load"}))
-    if wanted - models:
-        more = {"folder": str(run.work), "nbytes": mixture, "scale": scale, "shards": SHARDS}
-        kinds = sorted(wanted - models)
-        jobs.append(lambda: _made_others(run, more, kinds))
-    with run.threads(2) as pool:
-        list(pool.map(lambda job: job(), jobs))
+    where = {"folder": str(run.work), "shards": SHARDS}
+    with run.threads(4) as pool:
 
+        def llama() -> None:
+            _finish(run, "llama", "write_llamas", nbytes=nbytes, **where)
+            if "stored nf4" in models and "llama" not in run.failed:
+                pool.submit(_finish, run, "llama-nf4", "write_nf4", **where)
+            if models != {"load"}:
+                _expect(run, "llama")
 
-def _made(run: Run, name: str, function: str, given: Mapping[str, Any], expect: bool) -> None:
-    _finish(run, name, function, **given)
-    if expect and name not in run.failed:
-        _expect(run, name)
+        def others() -> None:
+            _finish(run, "mixture", "write_others", nbytes=mixture, scale=scale, **where)
+            for kind in sorted(wanted - models):
+                _expect(run, kind)
 
-
-def _made_others(run: Run, given: Mapping[str, Any], kinds: Sequence[str]) -> None:
-    _finish(run, "mixture", "write_others", **given)
-    if "mixture" in run.failed:
-        run.failed["pipeline"] = run.failed["mixture"]
-    for kind in kinds:
-        if kind not in run.failed and (run.work / f"{kind}-1").exists():
-            _expect(run, kind)
+        begun = [pool.submit(llama)] if models else []
+        begun += [pool.submit(others)] if wanted - models else []
+        for one in begun:
+            one.result()  # `llama` submits, too
 
 
 def _expect(run: Run, name: str) -> None:
     run.device_is_free.wait()
-    where = {"path": str(run.work / f"{name}-1"), "device": run.device}
-    _finish(run, name, f"expect_{name}", **where, out=str(run.work / f"expected-{name}"))
+    path = run.work / f"{name}-1"
+    if path.exists():
+        given = {"path": str(path), "device": run.device}
+        _finish(run, name, f"expect_{name}", **given, out=str(run.work / f"expected-{name}"))
 
 
 def _finish(run: Run, name: str, function: str, **arguments: Any) -> None:
@@ -357,7 +353,7 @@ class _Row:
     name: str
     function: str  # "module:function"
     arguments: dict[str, Any]
-    needs: str  # the name of what is prepared
+    needs: tuple[str, ...]  # names of what is prepared
     package: str = ""  # without which it is skipped
 
 
@@ -387,17 +383,18 @@ def _all_rows(run: Run, only: str) -> Iterator[_Row]:
             given: dict[str, Any] = {"device": run.device, "trace": trace}
             if kind == "load":
                 given["path"] = str(run.work / f"llama-{count}")
-                yield _Row(name, "gpu_parts.jobs:load", given, "llama")
+                yield _Row(name, "gpu_parts.jobs:load", given, ("llama",))
             elif kind == "pipeline":
                 given["path"] = str(run.work / f"pipeline-{count}")
                 given["expected"] = str(run.work / "expected-pipeline.pt")
-                yield _Row(name, "gpu_parts.jobs:pipeline", given, "pipeline", "diffusers")
+                yield _Row(name, "gpu_parts.jobs:pipeline", given, ("pipeline",), "diffusers")
             else:
                 files, expected, more = models[kind]
                 given |= more | {"path": str(run.work / f"{files}-{count}")}
                 given["expected"] = str(run.work / f"expected-{expected}.pt")
                 package = "bitsandbytes" if kind == "stored nf4" else ""
-                yield _Row(name, "gpu_parts.jobs:model", given, files.partition("-")[0], package)
+                needs = (files.partition("-")[0], files)
+                yield _Row(name, "gpu_parts.jobs:model", given, needs, package)
 
 
 def _rows(run: Run, only: str) -> None:
@@ -408,18 +405,26 @@ def _rows(run: Run, only: str) -> None:
         facts: dict[str, Any] = {"name": row.name, "right": False}
         if run.left_s < _LEAST_ROW_S:
             facts["wrong"] = "not run: out of time"
-        elif row.needs in run.failed:
-            facts["wrong"] = run.failed[row.needs]
+        elif lacking := [need for need in row.needs if need in run.failed]:
+            facts["wrong"] = run.failed[lacking[0]]
+            facts |= _skipped(row)
         else:
             child, ready = ready or _begun(run, row), None
             following = rows[at + 1 : at + 2]
-            if following and following[0].needs not in run.failed:
+            if following and run.failed.keys().isdisjoint(following[0].needs):
                 ready = _begun(run, following[0])
             _measure(run, row, child, facts)
         run.add("rows", "name", facts)
         _say(_line(facts))
     if ready is not None:
         ready.close(at_once=True)
+
+
+def _skipped(row: _Row) -> dict[str, str]:
+    """Return why a row that failed need not run, if a package is not installed."""
+    if row.package and importlib.util.find_spec(row.package) is None:
+        return {"skipped": f"{row.package} is not installed"}
+    return {}
 
 
 def _begun(run: Run, row: _Row) -> Child:
@@ -447,8 +452,7 @@ def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
         trace = Path(row.arguments["trace"])
         text = trace.read_text(errors="replace") if trace.exists() else ""
         facts["trace"] = text.partition("\nExtension modules")[0][-_MOST_TRACE:]
-        if row.package and importlib.util.find_spec(row.package) is None:
-            facts["skipped"] = f"{row.package} is not installed"
+        facts |= _skipped(row)
     finally:
         run.children.discard(child)
     facts |= {"seconds": seconds, "host_nbytes": child.peak.anon_nbytes}

@@ -206,9 +206,9 @@ def test_a_crash_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     run = made_run(tmp_path)
     trace = {"trace": str(tmp_path / "trace")}
     rows = [
-        main._Row("load, 1 shard", "crashes:row", trace, ""),
-        main._Row("load, 4 shards", "nowhere:row", trace, ""),
-        main._Row("pipeline, 1 shard", "nowhere:row", trace, "", "not_installed"),
+        main._Row("load, 1 shard", "crashes:row", trace, ()),
+        main._Row("load, 4 shards", "nowhere:row", trace, ()),
+        main._Row("pipeline, 1 shard", "nowhere:row", trace, (), "not_installed"),
     ]
     monkeypatch.setattr(main, "_all_rows", lambda run, only: rows)
     main._rows(run, "*")
