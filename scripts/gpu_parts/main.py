@@ -146,21 +146,30 @@ def main(args: argparse.Namespace) -> int:
             end.daemon = True
             end.start()
         _say(f"files in {work}")
-        if not _facts(run):
-            _say("gpu: torch finds no CUDA device; --rehearse runs tiny models on the CPU")
-            return 2
-        with run.threads(1) as pool:
-            prepared = pool.submit(_prepare, run, args.only)
-            _test(run, args.only)
-            prepared.result()
-        _rows(run, args.only)
-        with run.lock:
-            run.found["seconds"] = round(time.monotonic() - begun, 1)
-            run.write()
-        status = _print(run)
+        try:
+            status = _run(run, args.only)
+        finally:
+            run.kill()
     for end in ends:
         end.cancel()
     return status
+
+
+def _run(run: Run, only: str) -> int:
+    """Run tests and rows, and print; return the exit status."""
+    begun = time.monotonic()
+    if not _facts(run):
+        _say("gpu: torch finds no CUDA device; --rehearse runs tiny models on the CPU")
+        return 2
+    with run.threads(1) as pool:
+        prepared = pool.submit(_prepare, run, only)
+        _test(run, only)
+        prepared.result()
+    _rows(run, only)
+    with run.lock:
+        run.found["seconds"] = round(time.monotonic() - begun, 1)
+        run.write()
+    return _print(run)
 
 
 def _say(text: str) -> None:
@@ -418,6 +427,7 @@ def _rows(run: Run, only: str) -> None:
         _say(_line(facts))
     if ready is not None:
         ready.close(at_once=True)
+        run.children.discard(ready)
 
 
 def _skipped(row: _Row) -> dict[str, str]:
