@@ -115,6 +115,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """By tensor name, how a file stores a quantized weight as blocks."""
         return {name: one for header in self.shards for name, one in header.stored.items()}
 
+    @property
+    def versions(self) -> Mapping[str, Mapping[str, Any]]:
+        """By module name, the versions and other facts that torch stores beside its tensors."""
+        return {name: each for header in self.shards for name, each in header.versions.items()}
+
     @cached_property
     def layouts(self) -> Layouts:
         """The tensors, headers and configuration, in which quantized weights are recognized."""

@@ -517,6 +517,33 @@ class Framework(Protocol):
         """Return the weights that the model holds quantized, by each of their names."""
         return {}
 
+    def changed_names(
+        self,
+        model: Any,
+        tensors: Callable[[], Mapping[str, tuple[str, tuple[int, ...]]]],
+        versions: Mapping[str, Mapping[str, Any]],
+    ) -> tuple[Mapping[str, str], Sequence[str]] | None:
+        """Follow the code with which a model's modules change what they load.
+
+        Args:
+            model: the model.
+            tensors: returns the dtype's long name and the shape of each tensor, by name.
+            versions: what modules stored beside their tensors, by the module's name.
+
+        Returns:
+            By each name that remains, the name before; and reasons why code cannot be followed.
+            None: the model has no such code.
+        """
+        return None
+
+    def followed_by(self, model: Any) -> Sequence[str]:
+        """Return the names of modules that want to be called after a load."""
+        return ()
+
+    def after_load(self, model: Any, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        """Call what `followed_by` names; ``missing`` and ``unexpected`` are names of tensors."""
+        return
+
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
         """Return modules that hold weights quantized; the model is unchanged until `Swap.put`.
 

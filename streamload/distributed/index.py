@@ -99,6 +99,7 @@ def _other_than_safetensors(header: Header) -> dict[str, Any]:
         "starts": [info.start for info in header.tensors],
         "stored": {name: astuple(one) for name, one in header.stored.items()},
         "turns": dict(header.turns),
+        "versions": dict(header.versions),
         "views": [astuple(view) for view in header.views],
         "parts": [(part.path.name, part.nbytes) for part in header.parts],
     }
@@ -210,6 +211,7 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         shard.get("format", SAFETENSORS),
         stored={name: Stored(*_tuples(one)) for name, one in shard.get("stored", {}).items()},
         turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
+        versions=shard.get("versions", {}),
         views=tuple(
             View(start, itemsize, tuple(shape), tuple(Chunk(*_tuples(c)) for c in chunks), shift)
             for start, itemsize, shape, chunks, shift in shard.get("views", [])

@@ -226,6 +226,8 @@ def load_state_dict(
                 with _stated(load):
                     nodes = _verified(agreed, dtypes, report, (read_nbytes, 0), model)
                     _committed(agreed)
+                if load.place.owner is not None:
+                    load.place.owner.after_load(model, report.missing, report.skipped)
             report = replace(report, nodes=nodes, seconds=clock.seconds)
             return _watched(agreed, report, again, stack)
 

@@ -33,12 +33,13 @@ from streamload.errors import (
     NodeError,
     PlanInfeasibleError,
     PlanMismatchError,
+    StateDictMismatchError,
     StreamloadError,
     Suggestion,
 )
 from streamload.files.hub import HubFile, file_of
 from streamload.files.local import is_slow
-from streamload.loading.load import split
+from streamload.loading.load import as_model_reads, split
 from streamload.loading.options import NameOptions, WeightOptions
 from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.offloading.offload import OffloadAsked, Prepared
@@ -58,7 +59,7 @@ from streamload.planning.shares import (
     make_shares,
 )
 from streamload.planning.slices import Mesh
-from streamload.planning.sources import Found, Source, parameters_of
+from streamload.planning.sources import Found, Source, named_by_user, parameters_of
 from streamload.planning.suggest import Wanted
 
 #: The options that determine a plan, besides budgets.
@@ -512,6 +513,14 @@ class Agreement:
         given = self.asked.given
         asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
         own = replace(place, parameters=parameters)
+        explicit = named_by_user(given["mapping"], given["rename"])
+        if place.owner is not None and (read := as_model_reads(place.model, part, fill, explicit)):
+            problems = [
+                f"{fill[old].rows[0].tensor}: the model's own code renames it: write rename="
+                for old in fill.keys() - read.keys()
+            ]
+            if problems:
+                raise StateDictMismatchError(part.path, problems=sorted(problems))
 
         def suggest() -> tuple[Suggestion, ...]:
             found = (*self._local_layers(place.parameters), *self._of_slices(place.parameters))

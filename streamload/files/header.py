@@ -154,6 +154,7 @@ class Header:
         untyped: names of tensors for which the file has bytes but no dtype and shape.
         parts: other files with bytes of the tensors, which are all views: their bytes follow those
             of ``path``.
+        versions: by name of a module, the facts that torch wrote for its own code; read-only.
     """
 
     path: Location
@@ -169,6 +170,7 @@ class Header:
     views: tuple[View, ...] = field(default=(), repr=False)
     untyped: frozenset[str] = field(default=frozenset(), repr=False)
     parts: tuple[Part, ...] = field(default=(), compare=False, repr=False)
+    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def files(self) -> tuple[Part, ...]:
@@ -208,7 +210,7 @@ class Header:
         return {"path": str(self.path)} | found
 
 
-_MAPPINGS = ("metadata", "config", "stored", "turns")
+_MAPPINGS = ("metadata", "config", "stored", "turns", "versions")
 
 
 def open_regular(path: Path) -> FileIO:

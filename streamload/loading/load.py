@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,12 +52,12 @@ from streamload.planning.dequantize import (
     dequantized,
     in_order_of,
 )
-from streamload.planning.match import Match, wants_of
+from streamload.planning.match import Match, shape_of, wants_of
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy, narrower
 from streamload.planning.requests import DeviceSpec
-from streamload.planning.sources import parameters_of, sources
+from streamload.planning.sources import Source, named_by_user, parameters_of, sources
 from streamload.planning.stored_blocks import Kept, keep_blocks
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.planning.transforms import NO_CHANGES
@@ -156,12 +156,15 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
                 return load_state_dict(model, local, **options)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
-                return run(decided, options["progress"], clock)
+                report = run(decided, options["progress"], clock)
         except (KeyboardInterrupt, Warning) as error:
             if not hasattr(error, "__notes__"):  # it came when all was done
                 names = tuple(decided.plan.placements.names)
                 error.add_note(f"parameters: {LoadState(names, (), ())}")
             raise
+        if place.owner is not None:
+            place.owner.after_load(model, report.missing, report.skipped)
+        return report
 
 
 def _matched(place: Place, call: Call, given: LoadOptions) -> Match | None:
@@ -346,9 +349,51 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
     elif checkpoint.groups or checkpoint.stored:
         checkpoint = _as_held(model, checkpoint, read, given)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
+    if model is not None:
+        explicit = named_by_user(given["mapping"], given["rename"])
+        found = found._replace(fill=as_model_reads(model, checkpoint, found.fill, explicit))
     if read.changes is NO_CHANGES:
         read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
     return Call(checkpoint, read, found)
+
+
+def as_model_reads(
+    model: Any, checkpoint: Checkpoint, fill: Mapping[str, Source], explicit: Collection[str | None]
+) -> Mapping[str, Source]:
+    """Return `fill` with the names that a model's own loading code gives tensors.
+
+    `explicit` are the parameters whose sources the user names: no code sees these.
+
+    Raises:
+        StateDictMismatchError: that code changes values; names each module.
+    """
+
+    def seen() -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {
+            name: (
+                checkpoint.tensors[source.rows[0].tensor].dtype.name,
+                shape_of(checkpoint, source),
+            )
+            for name, source in fill.items()
+            if name not in explicit
+        }
+
+    owner = framework(framework_of(model) or default_framework())
+    read = (
+        owner.changed_names(model, seen, checkpoint.versions) if len(explicit) < len(fill) else None
+    )
+    if read is None:
+        return fill
+    names, problems = read
+    if problems:
+        call = f"streamload.load_state_dict(None, {str(checkpoint.path)!r}, device='cpu')"
+        last = f"{problems[-1]}; write model.load_state_dict({call}.state_dict)"
+        last += ", with assign=True if the model is on the meta device"
+        raise StateDictMismatchError(checkpoint.path, problems=[*problems[:-1], last])
+    if all(name == before for name, before in names.items()) and len(names) == len(fill):
+        return fill
+    new = {name: fill[before] for name, before in names.items()}
+    return new | {name: source for name, source in fill.items() if name in explicit}
 
 
 def _as_held(model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptions) -> Checkpoint:

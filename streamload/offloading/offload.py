@@ -176,6 +176,12 @@ class Prepared:
         ``part``: the share of a rank, None for the whole model; ``suggest``: hints for a mismatch.
         """
         check_place(place)
+        if place.owner is not None and (after := place.owner.followed_by(place.model)):
+            raise OffloadError(
+                f"{checkpoint.path}: modules want to be called after a load, and the weights of "
+                f"layers are not there then: {', '.join(after[:8])}: remove their hooks "
+                "(register_load_state_dict_post_hook), or load the model whole"
+            )
         match = place.match(Call(checkpoint, read, found), suggest)
         assert match is not None  # `check_place` has refused all but models
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)

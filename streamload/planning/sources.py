@@ -148,6 +148,11 @@ def parameters_of(
     return out
 
 
+def named_by_user(mapping: MappingArgument | None, rename: Rename | None) -> set[str | None]:
+    """Return the names of the parameters for which a ``mapping=`` gives the sources."""
+    return {renamed(name, rename) for name in _read(mapping)[1]}
+
+
 def _parts(given: object) -> Sequence[object]:
     """Return the tensors and row ranges that a user listed for a parameter."""
     rows = given.rows if isinstance(given, Source) else given

@@ -37,6 +37,7 @@ from streamload.devices.base import (
 from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
+from streamload.devices.torch import own_code
 from streamload.devices.torch.streams import current_stream
 from streamload.devices.torch.tensors import (
     TO_TORCH,
@@ -461,6 +462,9 @@ class TorchFramework(ComputingFramework):
     parameters = staticmethod(parameters_of)
     unstored = staticmethod(unstored_of)
     coded = staticmethod(coded_of)
+    changed_names = staticmethod(own_code.changed_names)
+    followed_by = staticmethod(own_code.followed_by)
+    after_load = staticmethod(own_code.after_load)
 
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
         from streamload.devices.torch.quantized import swapping

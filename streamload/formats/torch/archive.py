@@ -25,7 +25,7 @@ from streamload.errors import HeaderError
 from streamload.files.header import Header, View, check_name, describe, some
 from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
 from streamload.formats.torch import legacy, script, zip_entries
-from streamload.formats.torch.choosing import SAVE, chosen
+from streamload.formats.torch.choosing import SAVE, chosen, versions_beside
 from streamload.formats.torch.globals import Lookup, Tensor, named_or_foreign
 from streamload.formats.torch.pickles import check_length, unpickle
 from streamload.formats.torch.unpickler import Loaded
@@ -95,6 +95,7 @@ class TorchSave(FormatReader):
             {"format": "pt"},
             format=self.name,
             views=tuple(views),
+            versions=versions_beside(archive.root, tensors),
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from streamload.errors import HeaderError
 from streamload.files.header import describe, some
 from streamload.formats.reader import File
-from streamload.formats.torch.globals import Foreign, Tensor
+from streamload.formats.torch.globals import VERSIONS, Foreign, Tensor
 
 #: The call that writes a checkpoint, for errors.
 SAVE = 'torch.save(model.state_dict(), "model.pth")'
@@ -75,8 +75,28 @@ def _foreign_in(root: Any) -> Foreign | None:
     return next((each for each in values if type(each) is Foreign), None)
 
 
+def versions_beside(root: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return by name of a module the numbers that torch wrote for it beside these tensors."""
+    same = (
+        each[VERSIONS]
+        for _, each in _dicts(root)
+        if VERSIONS in each and all(each.get(name) is tensor for name, tensor in tensors.items())
+    )
+    return {
+        name: {k: v for k, v in facts.items() if type(k) is str and type(v) in (int, bool)}
+        for name, facts in next(same, {}).items()
+        if type(name) is str and type(facts) is dict
+    }
+
+
 def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor | Foreign]]]:
     """Yield each dict that holds tensors by name, with the string keys that lead to it."""
+    held = ((way, _tensors_in(each)) for way, each in _dicts(root))
+    yield from ((way, tensors) for way, tensors in held if tensors)
+
+
+def _dicts(root: Any) -> Iterator[tuple[_Way, dict[Any, Any]]]:
+    """Yield each dict, but no optimizer's, with the string keys that lead to it."""
     # other keys are not followed: an optimizer's tensors are below numbers of parameters
     seen: set[int] = set()
     level: list[tuple[_Way, Any]] = [(None, root)] if type(root) is dict else []
@@ -86,8 +106,7 @@ def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor | Foreign]]]:
             if id(each) in seen or _is_optimizer(each):
                 continue
             seen.add(id(each))
-            if tensors := _tensors_in(each):
-                yield way, tensors
+            yield way, each
             below += [((k, way), v) for k, v in each.items() if type(k) is str and type(v) is dict]
         level = below
 

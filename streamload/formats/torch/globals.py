@@ -57,6 +57,10 @@ class Foreign(Opaque):
         self.name = name
 
 
+#: Key, in a dict of tensors, of its attribute ``_metadata``: facts by name of a module.
+VERSIONS = Opaque()
+
+
 @dataclass(frozen=True, slots=True)
 class Global:
     """A global that a pickle may name, as a record: the Python object is never imported."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from streamload.core.memory import first_that_fits
 from streamload.formats.torch.globals import (
+    VERSIONS,
     CutOffError,
     Foreign,
     Global,
@@ -407,12 +408,14 @@ def _new_of_names(machine: _Machine, raw: _Raw) -> None:
 
 
 def _build(machine: _Machine, raw: _Raw) -> None:
-    """Run BUILD: keep an `Instance`'s state, drop a dict's attributes; refuse other objects."""
+    """Run BUILD: keep an `Instance`'s state, and of a dict's the versions; refuse other objects."""
     state = machine.pop()
     if machine.stack and type(machine.stack[-1]) is Instance:
         machine.stack[-1].state = state
     elif not _is_foreign(machine):
-        machine.top(dict)
+        found = machine.top(dict)
+        if type(state) is dict and type(versions := state.get("_metadata")) is dict:
+            found[VERSIONS] = versions
 
 
 def _persistent(machine: _Machine, raw: _Raw) -> None:
