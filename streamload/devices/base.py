@@ -505,6 +505,8 @@ class Framework(Protocol):
     """
 
     name: str
+    #: Formats that `streamload.nn.replace_linears` can give layers of models.
+    layers: Sequence[str] = ()
 
     def parameters(self, model: Any) -> Sequence[Parameter]:
         """Return the model's parameters; tied tensors are one parameter."""

@@ -171,6 +171,8 @@ def _matched(place: Place, call: Call, given: LoadOptions) -> Match | None:
     """Return the match of the model, None without a model; errors suggest other arguments."""
     names = given["mapping"], given["rename"]
     wanted = Wanted(call.checkpoint, place.parameters, *names, strict=call.options.strict)
+    if place.owner is not None:
+        wanted = replace(wanted, layers=place.owner.layers)
     try:
         return place.match(call, wanted.suggestions)
     except StateDictMismatchError as error:

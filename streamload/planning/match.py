@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from streamload.checkpoint.shards import open_shard
 from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.codecs.weights import Packed, shape_in_models
 from streamload.core.computed import is_computed
+from streamload.core.dtypes import BY_NAME
 from streamload.core.location import Location
 from streamload.core.system import callers_level
 from streamload.core.tensors import (
@@ -45,6 +46,7 @@ from streamload.planning.sources import (
 Shapes = Literal["error", "skip"]
 
 _BLOCK_NBYTES = 2**20
+_FLOATS = frozenset(name for name, dtype in BY_NAME.items() if dtype.kind == "float")
 #: Endings of `Parameter.dtype` for memory that cannot be filled, and the new parameters.
 _REPLACED = {
     "(not contiguous)": "contiguous ones (a memory format such as channels_last is lost)",
@@ -196,6 +198,8 @@ class Match:
     ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
     # auxiliary tensors (scales, ...) in modules of weights that the load quantizes, by name
     beside: dict[str, TensorRequest] = field(default_factory=dict)
+    # parameters of floats whose tensors, of another shape, are codes
+    codes: list[str] = field(default_factory=list)
 
     @property
     def filled(self) -> int:
@@ -283,7 +287,7 @@ class Match:
         if not (self.problems or wrong_shape or missing or unexpected):
             return
         suggestions = suggest()
-        if not (suggestions or self.problems or missing or unexpected):
+        if not (suggestions or self.problems or missing or unexpected or self.codes):
             suggestions = skipping_shapes(self.filled, len(self.left_out))
         raise StateDictMismatchError(
             path,
@@ -400,6 +404,7 @@ def match(
     }
     beside = {part for name, form in coded.items() for part in form.names(name)[1:]}
     stored_packed = checkpoint.members
+    alone: dict[str, str] = {}  # by tensor that may be codes, the parameter of floats that it fills
     for number, parameter in enumerate(model.parameters):
         where = parameter.device if parameter.device in model.keep else None
         held = None
@@ -442,6 +447,8 @@ def match(
             wanted = form.made.parts[0].shape
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
+            if parameter.dtype in _FLOATS and not _is_float(checkpoint, source.rows):
+                out.codes.append(name)
             out.unfilled += parameter.names
             continue
         filled = part_of(checkpoint, source, block)
@@ -466,6 +473,8 @@ def match(
         is_same = parameter.dtype == first.dtype.name or name in blocks
         if is_same and first.name in stored_packed:
             dtype = first.dtype  # a module for quantized weights, which has the stored dtype
+        if parameter.dtype in _FLOATS and not is_same and not policy.mentions(first.name):
+            alone[first.name] = name
         there = model.reusable.get(number)
         out.wants.append(
             TensorRequest(
@@ -480,6 +489,7 @@ def match(
         if replaced:
             listed = ", ".join(replaced[:8])
             out.notes.append(f"{len(replaced)} parameters are replaced by {said}: {listed}")
+    out.problems += _without_scales(checkpoint, out.wants, alone)
     # shards share their errors
     out.missing, out.problems = (list(dict.fromkeys(x)) for x in (out.missing, out.problems))
     out.wrong_shape = list(dict.fromkeys(out.wrong_shape))
@@ -489,6 +499,29 @@ def match(
         for name in fill
         if name not in used and not is_computed(name, shape_of(checkpoint, fill[name]))
     ]
+    return out
+
+
+def _without_scales(
+    checkpoint: Checkpoint, wants: Iterable[TensorRequest], alone: Mapping[str, str]
+) -> list[str]:
+    """Return an error's line for each parameter of floats that codes without their scales fill."""
+    members = checkpoint.members
+    groups = {tensor: members[tensor] for tensor in alone if tensor in members}
+    taken = {r.tensor for want in wants for r in want.source} if groups else ()
+    out = []
+    for tensor, group in groups.items():
+        scales = (
+            info.name
+            for role, info in group.members.items()
+            if info is not group.values and info.dtype.kind == "float" and role[:6] != "input_"
+        )
+        left = next((name for name in scales if name not in taken), None)
+        if left is not None and tensor == group.values.name:
+            out.append(
+                f"{alone[tensor]}: it is of floats, {tensor} has codes of {group.kind}, and no "
+                f"parameter takes {left}"
+            )
     return out
 
 

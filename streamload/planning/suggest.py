@@ -9,17 +9,24 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.scheme import SCHEMES
+from streamload.codecs.weights import QuantizedWeight
 from streamload.core.computed import is_computed
+from streamload.core.dtypes import F32, PACKED
 from streamload.core.location import Location
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, Suggestion
+from streamload.planning.dequantize import as_in_models, dequantized
 from streamload.planning.families import FAMILIES
 from streamload.planning.match import fits, shape_of, whole_shape
+from streamload.planning.quant_policy import kinds_of
 from streamload.planning.sources import MAPPINGS, MappingArgument, Rename, renamed, sources
 
 _MOST_RULES = 4  # prefixes that one line changes, and parts of names
@@ -38,6 +45,8 @@ _CALLS = {
 }
 #: The same for models that are offloaded.
 _OFFLOADING_CALLS = {name: call[:-1] + ", offload=True)" for name, call in _CALLS.items()}
+#: The line that gives a model of tinygrad layers for stored codes.
+_REPLACING = "streamload.nn.replace_linears(model, {})  # before this call"
 #: By (prefix of tensors, prefix of parameters), the names for which it holds, best first.
 _Prefixes: TypeAlias = Mapping[tuple[str, str], int]
 _ALSO = {"gamma": "weight", "beta": "bias"}  # TensorFlow's names for parameters of a norm
@@ -62,6 +71,7 @@ class Wanted:
         rename: the call's ``rename=``.
         is_part: whether other ranks load tensors that are in no parameter here.
         strict: the call's ``strict=``.
+        layers: formats that `streamload.nn.replace_linears` can give layers of the model.
     """
 
     checkpoint: Checkpoint
@@ -70,13 +80,64 @@ class Wanted:
     rename: Rename | None
     is_part: bool = False
     strict: bool = True
+    layers: Sequence[str] = ()
 
     def suggestions(self) -> tuple[Suggestion, ...]:
         """Return the arguments that fill most parameters, if more than the call's arguments.
 
-        Several, if several parts of the checkpoint fit equally well.
+        Several, if several parts of the checkpoint fit equally well, or if quantized weights may
+        be dequantized or held as they are.
         """
         model = _Model.of(self.parameters)
+        best, lines = self._best(model)
+        found = dict.fromkeys(lines, best)
+        codes = [group.name for group in self.checkpoint.groups.values() if self._is_left(group)]
+        if codes and best < len(model.needed):
+            whole = as_in_models(dequantized(self.checkpoint, codes))
+            filled, more = replace(self, checkpoint=whole)._best(model)
+            if filled > best:
+                asked = 'dtype="float16"'
+                found = {f"{line}, {asked}" if line else asked: filled for line in more or [""]}
+        formats, filled = self._held(model)
+        if formats and filled >= _MOST * len(model.needed):
+            found[_REPLACING.format(json.dumps(formats))] = filled
+        return tuple(Suggestion(line, n, len(model.needed)) for line, n in found.items() if line)
+
+    def _is_left(self, group: QuantizedWeight) -> bool:
+        """Return whether a quantized weight is listed as it is stored, and can be dequantized."""
+        values = group.values
+        return group.kind in PACKED and self.checkpoint.tensors.get(values.name) is values
+
+    def _held(self, model: _Model) -> tuple[dict[str, str], int]:
+        """Return by pattern of weights' names the formats of layers that hold what is stored.
+
+        And the number of parameters that the checkpoint then fills.
+        """
+        kinds = {name: (info.dtype, info.shape) for name, info in self.checkpoint.tensors.items()}
+        names = [name for name, shape in model.shapes.items() if len(shape) == 2]
+        formats: dict[str, str] = {}
+        for name, format in ((n, f) for n in names if n in kinds for f in self.layers):
+            with suppress(ValueError):  # the format cannot hold the shape
+                parts = SCHEMES[format].of(model.shapes[name], F32).parts
+                if all(kinds.get(p.name(name)) == (p.dtype, p.shape) for p in parts):
+                    formats[name] = format
+        filled = {
+            model.number[name]
+            for name, (_, shape) in kinds.items()
+            if name in formats or model.takes(name, shape)
+        }
+        patterns = {
+            pattern: format
+            for format in dict.fromkeys(formats.values())
+            for pattern in kinds_of(
+                [name for name, f in formats.items() if f == format],
+                [name for name in names if formats.get(name) != format],
+            )
+        }
+        return patterns, len(filled & model.needed)
+
+    def _best(self, model: _Model) -> tuple[int, list[str]]:
+        """Return the most parameters that arguments fill, and these arguments, as source text."""
         needed = len(model.needed)
         best, lines = -1, list[str]()
         for mapping in self._mappings(model):
@@ -101,7 +162,7 @@ class Wanted:
             most, line = self._turned(model)
             if most > best:
                 best, lines = most, [line]
-        return tuple(Suggestion(line, best, needed) for line in dict.fromkeys(lines) if line)
+        return best, [line for line in dict.fromkeys(lines) if line]
 
     @property
     def _may_loosen(self) -> bool:
@@ -140,7 +201,7 @@ class Wanted:
             return -1, ""
         # names are searched with shapes that a matrix and its transpose share
         either_way = replace(model, shapes=_either_way(model.shapes))
-        loose = _Stored(_either_way(stored.shapes), stored.heads)
+        loose = stored._replace(shapes=_either_way(stored.shapes))
         first = _orders(either_way, loose)[0]
         found = _Search(either_way, loose, self._given).renaming(first)
         names = _stored_transposed(
@@ -150,7 +211,7 @@ class Wanted:
         if not source:
             return -1, ""
         turned = {name: stored.shapes[name][::-1] for name in names}
-        shapes = _Stored({**stored.shapes, **turned}, stored.heads)
+        shapes = stored._replace(shapes={**stored.shapes, **turned})
         filled, line = self._judged(None, model, shapes, first)
         mapping = f"mapping={{name: streamload.Source(name, transpose=True) {source}}}"
         return filled, ", ".join([mapping, line] if line else [mapping])
@@ -184,7 +245,11 @@ class Wanted:
             return None
         shapes = {name: shape_of(self.checkpoint, source) for name, source in fill.items()}
         heads = {head: shapes[name] for head, name in tied.items() if name in shapes}
-        return _Stored({**heads, **shapes}, frozenset(heads.keys() - shapes.keys()))
+        groups = (g for g in self.checkpoint.groups.values() if self._is_left(g))
+        parts = {m.name: g.values.name for g in groups for m in [*g.members.values()][1:]}
+        first = {source.rows[0].tensor: name for name, source in fill.items()}
+        named = {first[part]: first[of] for part, of in parts.items() if {part, of} <= first.keys()}
+        return _Stored({**heads, **shapes}, frozenset(heads.keys() - shapes.keys()), named)
 
     def _given(self, name: str) -> str | None:
         """Return a name after the call's own ``rename``; None if its tensor is skipped."""
@@ -196,6 +261,7 @@ class _Stored(NamedTuple):
 
     shapes: Mapping[str, tuple[int, ...]]  # by name
     heads: frozenset[str]  # names that are not stored: config.json ties them to another
+    parts: Mapping[str, str] = MappingProxyType({})  # by name of scales, ..., that of the codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +294,12 @@ class _Model:
         return name is not None and name in self.shapes and fits(shape, self.shapes[name])
 
     def judge(self, stored: _Stored, rename: Callable[[str], str | None]) -> tuple[int, int]:
-        """Return the number of filled parameters and of unused tensors; (-1, 0) if names clash."""
+        """Return the number of filled parameters and of unused tensors.
+
+        (-1, 0) if names clash, or codes would be loaded without their scales.
+        """
         filled, seen, unexpected = set(), set(), 0
+        taken, left = set(), set()
         for name, shape in stored.shapes.items():
             new = rename(name)
             if new is None:
@@ -239,8 +309,12 @@ class _Model:
             seen.add(new)
             if self.takes(new, shape):
                 filled.add(self.number[new])
+                taken.add(name)
             elif name not in stored.heads and not is_computed(name, shape):
                 unexpected += 1
+                left.add(stored.parts.get(name))
+        if not taken.isdisjoint(left):
+            return -1, 0  # codes without their scales
         return len(filled & self.needed), unexpected
 
 

@@ -20,10 +20,11 @@ from tinygrad.nn.state import get_state_dict, load_state_dict
 from tinygrad.uop.ops import Ops
 
 import streamload
+import streamload.nn
 from streamload.codecs.scheme import CodedWeight
 from streamload.devices.tinygrad import linear, product
 from streamload.devices.tinygrad.product import Weight
-from streamload.errors import PlanInfeasibleError
+from streamload.errors import PlanInfeasibleError, StateDictMismatchError
 from streamload.nn import QuantLinear, replace_linears
 
 DEVICES = (pytest.param("CPU", marks=pytest.mark.slow), "CL")
@@ -121,6 +122,50 @@ def test_gradients_of_a_compiled_kernel(format: str) -> None:
     of_x, of_bias = y.gradient(x, bias, gradient=Tensor(g, device="CL"))
     assert np.allclose(of_x.numpy(), g @ weight, atol=1e-5)
     assert np.allclose(of_bias.numpy(), g.sum((0, 1)), atol=1e-5)
+
+
+@pytest.mark.parametrize("format", LAYERS)
+def test_what_an_error_says_of_stored_codes_loads_their_values(tmp_path: Path, format: str) -> None:
+    """Plain Linears get no codes without scales; each suggested line gives the product."""
+    rng = np.random.default_rng(3)
+    tensors, weights = dict[str, Any](), dict[str, Any]()
+    for seed, name in enumerate(("layers.0.q", "layers.1.q", "layers.1.k")):
+        parts, weights[name] = quantised(format, 64, 64, seed)
+        tensors |= {
+            f"{name}.weight{suffix}": (CODES[array.dtype.name], array.shape, array.tobytes())
+            for suffix, array in parts.items()
+        }
+    head = rng.standard_normal((8, 64)).astype(np.float32)
+    tensors["head.weight"] = ("F32", head.shape, head.tobytes())
+    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+
+    def made() -> Any:
+        layers = [{"q": nn.Linear(64, 64, bias=False)} for _ in range(2)]
+        layers[1]["k"] = nn.Linear(64, 64, bias=False)
+        return {"layers": layers, "head": nn.Linear(64, 8, bias=False)}
+
+    given: dict[str, Any] = {"device": "CPU", "progress": False}
+    for strict in (True, False):
+        model = made()
+        with pytest.raises(StateDictMismatchError) as caught:
+            streamload.load_state_dict(model, path, strict=strict, **given)
+        lines = [each.arguments for each in caught.value.suggestions]
+        assert any("replace_linears" in line for line in lines)
+        assert not any("strict=" in line or "shapes=" in line for line in lines)
+        for line in lines:
+            model, changed = made(), dict[str, Any]()
+            if line.startswith("streamload.nn."):
+                exec(line, {"streamload": streamload, "model": model})
+            else:
+                changed = eval(f"dict({line})")
+            streamload.load_state_dict(model, path, strict=strict, **given, **changed)
+            x = rng.standard_normal((3, 64)).astype(np.float32)
+            layers = {f"layers.{i}.{k}": m for i in (0, 1) for k, m in model["layers"][i].items()}
+            for name, layer in layers.items():
+                want = x @ weights[name].T
+                found = layer(Tensor(x, device="CPU")).numpy()
+                assert np.allclose(found, want, atol=2e-2), (line, name)
+            assert np.allclose(model["head"].weight.numpy(), head, atol=1e-3)
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,7 @@
-"""Execute the suggestions of errors after the test that raised them: none gives the same error."""
+"""Execute the suggestions of errors after the test that raised them.
+
+None gives the same error, none loads codes without scales, and what arrives is what is stored.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from types import FrameType
 from typing import Any
 
 import streamload
-from streamload import errors
+from streamload import errors, open_checkpoint
+from streamload.verification.verify import verify
 
 _ENTRANCES: dict[str, Callable[..., Any]] = {
     "load_state_dict": streamload.load_state_dict,
@@ -52,17 +56,34 @@ def useless() -> Iterator[str]:
         given, model = frame.f_locals["options"], frame.f_locals.get("model", ())
         path = frame.f_locals["path"]
         for line in lines_of(error):
-            changed = eval(f"dict({line})")
+            is_call = line.startswith("streamload.nn.")  # made before the load
+            changed = {} if is_call else eval(f"dict({line})")
             if frame.f_code.co_name != "plan" and not _is_small(path):
                 continue
             run, first = _ENTRANCES[frame.f_code.co_name], () if model == () else (model,)
             try:
-                run(*first, path, **{**given, **changed})
+                if is_call:
+                    exec(f"import streamload.nn; {line}", {"model": model})
+                report = run(*first, path, **{**given, **changed})
+                if isinstance(report, streamload.LoadReport):
+                    yield from (f"{line}: {why}" for why in _wrong(report, path, model))
             except TypeError:
                 raise
             except Exception as again:  # another one: it went further
                 if type(again) is type(error) and str(again) == str(error):
                     yield f"{line}: {again}"
+
+
+def _wrong(report: streamload.LoadReport, path: Any, model: Any) -> Iterator[str]:
+    """What is wrong with the values of a load that a suggestion made."""
+    checkpoint = open_checkpoint(path)
+    taken = {r.tensor for p in report.plan.placements for r in p.source if not p.src.is_packed}
+    for group in checkpoint.groups.values():
+        scales = [m.name for m in group.members.values() if m.dtype.kind == "float"]
+        if group.values.name in taken and not taken.issuperset(scales):
+            yield f"{group.values.name} without its scales"
+    if not any(p.changes for p in report.plan.placements):
+        yield from map(str, verify(report, checkpoint, None if model == () else model))
 
 
 def _entrance(error: errors.StreamloadError) -> FrameType | None:

@@ -38,7 +38,7 @@ from streamload.devices.base import Device, DeviceInfo, DTypeStatus, StagedEleme
 from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
-from streamload.devices.tinygrad.linear import coded, swapping
+from streamload.devices.tinygrad.linear import FORMATS, coded, swapping
 from streamload.devices.tinygrad.tensors import (
     ALLOCATORS,
     SHARED,
@@ -428,6 +428,7 @@ class TinygradFramework(ComputingFramework):
 
     name = "tinygrad"
     held, casts = TO_TINYGRAD, _DEVICE_CASTS
+    layers = FORMATS
 
     _problem = staticmethod(_problem)
     parameters = staticmethod(parameters_of)

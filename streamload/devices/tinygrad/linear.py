@@ -14,6 +14,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from tinygrad import Tensor, dtypes, nn
@@ -171,6 +172,8 @@ _DECODED: dict[str, Callable[[Weight], _Decoded]] = {
     "q4_0": _q4_0,
     "nf4": _nf4,
 }
+#: The formats that layers can have.
+FORMATS = tuple(_DECODED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,9 @@ class Replacement:
     kept: tuple[str, ...]
 
 
-def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replacement:
+def replace_linears(
+    model: Any, formats: Callable[[str], str | None] | Mapping[str, str | None]
+) -> Replacement:
     """Put a `QuantLinear` in place of Linears, before the model is loaded; return the changes.
 
     The new layers have no values or memory yet, are on the same device, and keep the biases.
@@ -197,7 +202,8 @@ def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replace
     Args:
         model: walked as `tinygrad.nn.state.get_state_dict` does.
         formats: returns the format for the name of a weight (``"layers.0.q.weight"``), or None to
-            leave it. It is called with the names of all tensors of two axes or more.
+            leave it. It is called with the names of all tensors of two axes or more. Or formats
+            by pattern of names, as ``quant=`` takes them: the first that matches decides.
 
     Raises:
         ValueError: a format does not exist or cannot hold the weight, or names that share a weight
@@ -205,7 +211,12 @@ def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replace
     """
     tensors = nn.state.get_state_dict(model)
     matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) > 1}
-    wanted = {name: formats(name) for name in matrices}
+    if isinstance(formats, Mapping):
+        rules = formats.items()
+        chosen = {n: [f for p, f in rules if fnmatchcase(n, p)] for n in matrices}
+        wanted = {name: next(iter(found), None) for name, found in chosen.items()}
+    else:
+        wanted = {name: formats(name) for name in matrices}
     replaced, pairs = _chosen(model, _tied(matrices), wanted)
     put_into(model, {id(linear): layer for linear, layer in pairs})
     kept = (name for name, format in wanted.items() if format is not None)
