@@ -132,6 +132,8 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
     if hub.identity(folder) is not None:
         left.append("what the Hugging Face cache lacks (the Hub was not asked)")
     modules = _module_folders(folder) if MODULES in names else frozenset()
+    others = _unlisted(checkpoint, names) if owns else []
+    left += [f"{name} (weights that are no part of this checkpoint)" for name in others]
     for name in names:
         if not _belongs(name, owns=owns):
             continue
@@ -159,6 +161,14 @@ def _is_weights(name: str) -> bool:
     """Whether a file holds weights in any format, or is their index, judging by its name."""
     suffixes = (suffix for reader in readers().values() for suffix in reader.suffixes)
     return name.lower().endswith((*suffixes, *UNREAD_SUFFIXES, ".index.json"))
+
+
+def _unlisted(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    """Return the files of a folder in a checkpoint's format that are none of its files."""
+    formats = {header.format for header in checkpoint.shards}
+    suffixes = tuple(s for name in formats for s in readers()[name].suffixes)
+    mine = {part.path.name for header in checkpoint.shards for part in header.files}
+    return [n for n in names if n.endswith(suffixes) and n not in mine and not n.startswith(".")]
 
 
 def _belongs(name: str, *, owns: bool) -> bool:

@@ -263,6 +263,8 @@ def convert(
         plan = plan_conversion(checkpoint, root, options)
         codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_auxiliary]
         weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
+        stays = options.quant.check_meant(checkpoint, bool(codes))
+        plan = replace(plan, notes=(*plan.notes, *stays))
         turned = any(
             t.turn is not None or (t.made is not None and not isinstance(t.info, Changed))
             for _, _, t in plan.tensors()

@@ -350,6 +350,7 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
         checkpoint = as_in_models(dequantized(checkpoint, asked(checkpoint, read.policy)))
     elif checkpoint.groups or checkpoint.stored:
         checkpoint = _as_held(model, checkpoint, read, given)
+    read.quant.check_meant(checkpoint)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
     if model is not None:
         explicit = named_by_user(given["mapping"], given["rename"])

@@ -431,7 +431,7 @@ class Decision:
             options, changed = asked.trying(quant), asked.changes.by_tensor
             kept = keep_blocks(call.checkpoint, call.found, quant, changed, swapping, holds=holds)
             checkpoint, _, found = own = Call(kept.checkpoint, options, kept.found)
-            notes = list(kept.notes)
+            notes = [*kept.notes, *(quant.check_meant(checkpoint, True) if quant else ())]
             if match is None:
                 wants = options.quantised(checkpoint, found.fill)
                 return _Demand(place, own, wants, notes=notes)

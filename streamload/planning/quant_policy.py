@@ -34,6 +34,7 @@ from streamload.planning.requests import DTypePolicy, TensorRequest, TensorReque
 QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
 _Made = TypeVar("_Made")
 
+_LISTED = 8  # weights named in a message
 _MOST_AXES = 3  # of fused experts; convolutions have more, and no module holds these quantized
 
 _AUTO = "auto"
@@ -202,6 +203,39 @@ class QuantPolicy:
             )
         raise ValueError(f'quant="stored": {checkpoint.path}: {problem}')
 
+    def check_meant(self, checkpoint: Checkpoint, quantized: bool | None = None) -> list[str]:
+        """Return notes on weights that stay in another format than ``quant=`` names.
+
+        ``quantized``: whether any weight is quantized; None looks at all tensors. Raise ValueError
+        if none is, and none is stored in its format.
+        """
+        named = [name for _, name in self.rules if name is not None]
+        if not named or self.is_auto or self.keeps_stored:
+            return []
+        stays: dict[str, str] = {}
+        is_done = False
+        for group in checkpoint.groups.values():
+            format = (self.rule(group.name) or ("", None))[1]
+            if format is not None and not _is_of(group.kind, format):
+                stays[group.name] = group.kind
+            is_done |= format is not None and group.name not in stays
+        kinds = ", ".join(dict.fromkeys(stays.values()))
+        if quantized is None:
+            quantized = any(self.formats(checkpoint, TensorRequests.every(checkpoint)))
+        if not (quantized or is_done):
+            problem = f"nothing is quantised: no weight of a layer is meant by quant={named[0]!r}"
+            if stays:
+                first = f"streamload.convert({str(checkpoint.path)!r}, out, dtype='bfloat16')"
+                problem += (
+                    f": {len(stays)} are stored quantised ({kinds}): dequantise them first, by "
+                    f"{first}, and quantise what that writes"
+                )
+            raise ValueError(f"{checkpoint.path}: {problem}")
+        if not stays:
+            return []
+        listed = ", ".join(list(stays)[:_LISTED]) + ", ..." * (len(stays) > _LISTED)
+        return [f"{len(stays)} weights stay as they are stored ({kinds}): {listed}"]
+
     def stores(self, name: str) -> bool:
         """Return whether the rule for a tensor is "stored"."""
         return (self.rule(name) or ("", None))[1] == STORED
@@ -235,6 +269,11 @@ class QuantPolicy:
                 found = found if name in layers and not spared else None
             out.append(found)
         return out
+
+
+def _is_of(kind: str, format: str) -> bool:
+    """Return whether a layout's kind is that of a scheme: "bnb-nf4" of "nf4-nested"."""
+    return kind in (format, f"bnb-{format.removesuffix('-nested').removeprefix('bitsandbytes-')}")
 
 
 def narrower(checkpoint: Checkpoint, policy: DTypePolicy) -> DType | None:

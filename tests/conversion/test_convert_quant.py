@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -327,8 +329,9 @@ def stored(path: Path, *samples: dequant_samples.Sample) -> Path:
     """A checkpoint with weights that are stored quantised, and a plain one."""
     made = dequant_samples.write(path, list(samples))
     rest = {"l.0.up.weight": dequant_samples.entry(matrix(5, 64, 128))}
+    (file,) = made.glob("*.safetensors")
+    file.rename(made / "model-1.safetensors")
     write_safetensors(made / "model-2.safetensors", rest)
-    (made / "model.safetensors").rename(made / "model-1.safetensors")
     return made
 
 
@@ -669,3 +672,65 @@ def test_transformers_opens_gpt2(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         logits = [each(ids).logits for each in (opened, ours)]
     assert torch.equal(*logits)
+
+
+def fp8_folder(folder: Path) -> Path:
+    """A checkpoint of FP8 weights with one scale each, and a norm."""
+    values = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        codes = values.astype(ml_dtypes.float8_e4m3fn)
+    layer = "model.layers.0"
+    write_safetensors(
+        folder / "model.safetensors",
+        {
+            f"{layer}.q_proj.weight": ("F8_E4M3", (64, 256), codes.tobytes()),
+            f"{layer}.q_proj.weight_scale": ("F32", (1,), np.ones(1, np.float32).tobytes()),
+            f"{layer}.norm.weight": ("F32", (64,), bytes(256)),
+        },
+    )
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    return folder
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8", "q8_0", "q4_k"])
+def test_weights_that_are_stored_in_another_format(tmp_path: Path, format: str) -> None:
+    """A request that would do nothing is refused, with the call that makes it possible."""
+    source, out = fp8_folder(tmp_path / "in"), str(tmp_path / "floats")
+    calls: list[Callable[[], object]] = [
+        lambda: streamload.convert(source, tmp_path / "out", quant=format, progress=False),
+        lambda: streamload.load_state_dict(
+            None, source, quant=format, device="host", progress=False
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"nothing is quantised.*1 are stored.*fp8") as raised:
+            call()
+    assert not (tmp_path / "out").exists()
+    (line,) = re.findall(r"streamload\.convert\(.*?\)", str(raised.value))
+    eval(line, {"streamload": streamload, "out": out})
+    report = streamload.convert(out, tmp_path / "out", quant=format, progress=False)
+    assert len(report.errors) == 1
+
+
+def test_some_weights_that_are_stored_in_another_format(tmp_path: Path) -> None:
+    """The others are quantised, and a note names those that stay."""
+    source = fp8_folder(tmp_path / "in")
+    more = {"model.layers.0.up.weight": ("F32", (64, 64), bytes(64 * 64 * 4))}
+    (source / "model.safetensors").rename(source / "model-1.safetensors")
+    write_safetensors(source / "model-2.safetensors", more)
+    (source / "config.json").unlink()
+    report = streamload.convert(source, tmp_path / "out", quant="q8_0", progress=False)
+    assert any("1 weights stay as they are stored (fp8)" in note for note in report.plan.notes)
+
+
+def test_a_shard_that_no_index_lists(tmp_path: Path) -> None:
+    """It is no part of the checkpoint, as for transformers, and a note says so."""
+    folder = tmp_path / "in"
+    for name, tensor in (("model-1", "a"), ("mtp", "b")):
+        write_safetensors(folder / f"{name}.safetensors", {tensor: ("F32", (1,), bytes(4))})
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = streamload.convert(folder, tmp_path / "out", progress=False)
+    assert any(
+        "not copied: mtp.safetensors (weights that are no" in note for note in report.plan.notes
+    )
