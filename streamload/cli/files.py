@@ -10,6 +10,7 @@ import typer
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
 from streamload.conversion.convert import convert as convert_checkpoint
+from streamload.conversion.rename import RenamePatterns
 from streamload.core.progress import Progress
 from streamload.verification import diff as compare
 from streamload.verification.verify import Verification, verify_checkpoint
@@ -78,23 +79,28 @@ def verify(
 ) -> None:
     """Check a checkpoint's digests, or a conversion.
 
-    Reads every byte. CONVERTED is compared with the conversion of PATH by numpy.
+    Reads every byte. CONVERTED is compared with the conversion of PATH by numpy: as its
+    streamload.json says that it was made, or as the options say.
     """
     checkpoint = flags.read_path(flags.read_revision(path, revision), variant, key, like)
     progress: Progress = False if no_progress or quiet else "auto"
     found: compare.Comparison | Verification
     if converted is not None:
-        found = compare.diff(
-            checkpoint,
-            converted,
-            dtype=flags.read_rules(dtype),
-            quant=flags.read_quant(quant),
-            out_of_range=out_of_range,
-            rename=flags.read_renames(rename),
-            select=select or (),
-            exclude=exclude or (),
-            progress=progress,
-        )
+        how = {
+            "dtype": flags.read_rules(dtype),
+            "quant": flags.read_quant(quant),
+            "rename": flags.read_renames(rename),
+            "out_of_range": out_of_range if out_of_range != "inf" else None,
+            "select": select,
+            "exclude": exclude,
+        }
+        given = {key: value for key, value in how.items() if value}
+        said = compare.made_by(checkpoint, converted)
+        if set(given) & {"dtype", "quant", "rename", "out_of_range"}:
+            said = {}
+        elif isinstance(said.get("rename"), dict):
+            said["rename"] = RenamePatterns(tuple(said["rename"].items()))
+        found = compare.diff(checkpoint, converted, **(said | given), progress=progress)
     elif dtype or quant or rename or out_of_range != "inf":
         raise typer.BadParameter("--dtype, --quant, --out-of-range and --rename need CONVERTED")
     else:

@@ -147,6 +147,14 @@ class FormatReader(Protocol):
         """Return the files that hold weights among ``names``, a folder's files of this format."""
         return names
 
+    def in_file(self, header: Header) -> Header:
+        """Return a header with names, shapes and bytes as the file has them, not its models.
+
+        Raises:
+            CheckpointError: the file cannot be read again.
+        """
+        return header
+
     def siblings(self, header: Header) -> Sequence[str]:
         """Return the file names of an opened file's set, all in its folder; () for a single one."""
         return ()

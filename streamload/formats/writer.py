@@ -38,7 +38,7 @@ from streamload.formats.reader import import_all
 
 _T = TypeVar("_T")
 #: Experts of a layer in one tensor, as transformers 5 has them in its modules.
-_FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 #: Most bytes of a file by default: huggingface_hub splits there.
 DEFAULT_SHARD_SIZE = "5GB"
@@ -407,7 +407,7 @@ class Model:
         """
         found: dict[str, Target] = {}
         for name, target in self.tensors.items():
-            fused = _FUSED_EXPERTS.fullmatch(name)
+            fused = FUSED_EXPERTS.fullmatch(name)
             if fused is None or len(target.shape) != 3 or target.stored is not None:
                 found[name.removeprefix(prefix)] = target
                 continue

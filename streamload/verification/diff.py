@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from streamload.checkpoint.open import Checkpoint, CheckpointLike, folder_of, op
 from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.codecs.cast_table import OutOfRange, supported
 from streamload.codecs.decode import check_target, scales_nbytes
+from streamload.codecs.scheme import SCHEMES
 from streamload.codecs.stored import by_weight, kept_dtype
 from streamload.codecs.weights import Packed, shape_in_models
 from streamload.core.dtypes import DType, DTypeArgument
@@ -35,8 +37,12 @@ from streamload.core.progress import Progress, reporting
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo, whole
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.files.header import Turn
 from streamload.files.local import ReaderKind, ResolvedKind, choose_reader
+from streamload.formats.gguf.names import is_computed
+from streamload.formats.writer import FUSED_EXPERTS
 from streamload.planning.dequantize import all_names, as_in_models, asked, dequantized
+from streamload.planning.match import stated_by_tensors
 from streamload.planning.quant_policy import (
     QuantArgument,
     QuantPolicy,
@@ -46,7 +52,7 @@ from streamload.planning.quant_policy import (
     turned,
 )
 from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
-from streamload.planning.sources import Rename, model_shape, sources
+from streamload.planning.sources import HEADS, Rename, model_shape, sources
 from streamload.verification.difference import TensorDifference, ValueComparison
 from streamload.verification.reference import PART_NUMEL, Expected, Read
 
@@ -63,6 +69,8 @@ _TENSOR_NBYTES = 300  # a tensor of either checkpoint: half of a `Pair`, or of a
 _QUANT_NBYTES = 12 * 2**20  # numpy's temporaries of quantizing
 _PACKED_BLOCKS = 4
 _PAGE = 4096
+_GGUF = "gguf"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_OPEN = 16  # files of one checkpoint at once
 
 
@@ -112,7 +120,7 @@ class Comparison:
         rows += [(name, f"only in {self.b}") for name in self.only_b]
         rows += [(d.name, str(d)) for d in self.differences]
         if rows:
-            listed = by_weight(rows, self.quantised)
+            listed = alike(by_weight(rows, self.quantised))
             yield from format_table(("tensor", "difference"), listed, right=0)
         done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
         if self.ok:
@@ -187,7 +195,7 @@ def diff(
     formats = formats.leaving(_left(second)) if formats else formats
     named, _, _ = sources(first, None, rename)
     infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
-    wants = _quantized(first, formats, infos) if formats else None
+    wants = _quantized(first, second, formats, infos) if formats else None
     if wants is not None:
         infos = dict(zip(wants.names, wants.infos, strict=True))
     block_nbytes, kind = way([first, second], wants)
@@ -271,14 +279,106 @@ def _left(converted: Checkpoint) -> list[str]:
 
 
 def _quantized(
-    checkpoint: Checkpoint, formats: QuantPolicy, infos: Mapping[str, TensorInfo]
+    checkpoint: Checkpoint,
+    second: Checkpoint,
+    formats: QuantPolicy,
+    infos: Mapping[str, TensorInfo],
 ) -> TensorRequests:
-    """Return the tensors (codes, scales) that quantization makes of ``infos``, by final name."""
+    """Return the tensors (codes, scales) that quantization makes of ``infos``, by final name.
+
+    Blocks are made of the rows in the order in which ``second`` stores them.
+    """
     listed = [TensorRequest(name, info.shape, (whole(info),)) for name, info in infos.items()]
     wants = TensorRequests.of(checkpoint, listed)
     found = formats.formats(checkpoint, wants)
     listed = [turned(checkpoint, *each) for each in zip(listed, found, strict=True)]
+    stored = {name: one for header in second.shards for name, one in header.stored.items()}
+    for at, (want, format) in enumerate(zip(listed, found, strict=True)):
+        turn = second.turns.get(want.name)
+        if format is not None and turn is not None and want.name in stored:
+            shape = tuple(stored[want.name].shape)
+            listed[at] = replace(want, shape=shape, transpose=_back(turn))
     return quantised(checkpoint, TensorRequests.of(checkpoint, listed), found)
+
+
+def _back(turn: Turn) -> RowTranspose | None:
+    """Return the permutation from the models' order of rows to that of a file; None if equal."""
+    is_turned = turn.outer > 1 < turn.inner
+    return RowTranspose(turn.groups, turn.inner, turn.outer) if is_turned else None
+
+
+def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
+    """Return the arguments of `diff` by which the sidecar of ``b`` says that it was made.
+
+    Without a sidecar, {}. GGUF files have types that their writer chose: these are taken over.
+
+    Raises:
+        CheckpointError: ``b`` was made by what a comparison does not compute.
+    """
+    first, second = opened(a), opened(b)
+    try:
+        options = Digests.read(folder_of(second.path) / SIDECAR).options
+    except CheckpointError:
+        return {}
+    is_gguf = any(header.format == _GGUF for header in second.shards)
+    lacking = [key for key in ("adapters", "imatrix") if options.get(key)]
+    if options.get("rename") == "by a function" or (is_gguf and options.get("rename")):
+        lacking.append("rename")
+    if is_gguf and any(FUSED_EXPERTS.fullmatch(name) for name in first.tensors):
+        lacking.append("experts taken apart")
+    if any(view.shift for header in second.shards for view in header.views):
+        lacking.append("1 added to norms")
+    if lacking:
+        raise CheckpointError(
+            second.path,
+            f"was made with {' and '.join(lacking)}, which a comparison does not compute: "
+            f"`streamload verify {second.path}` checks its digests",
+        )
+    rules = {key: _pairs_of(options.get(key)) for key in ("dtype", "quant", "rename")}
+    lists = {key: options.get(key) or () for key in ("select", "exclude")}
+    out: dict[str, Any] = {key: dict(found) for key, found in rules.items() if found}
+    out |= {key: list(found) for key, found in lists.items() if found}
+    out["out_of_range"] = options.get("out_of_range", "inf")
+    return out | _of_gguf(first, second) if is_gguf else out
+
+
+def _of_gguf(first: Checkpoint, second: Checkpoint) -> dict[str, Any]:
+    """Return the names, dtypes and formats that a GGUF file has for the tensors of ``first``."""
+    is_tied = "tie_word_embeddings" not in stated_by_tensors(first)
+    named: dict[str, str | None] = {}
+    for name in first.tensors:
+        tried = (name, f"model.{name}", f"transformer.{name}")
+        named[name] = next((each for each in tried if each in second.tensors), name)
+        if is_computed(name) or (name in HEADS and is_tied and named[name] not in second.tensors):
+            named[name] = None
+    stored = {name: one.kind for header in second.shards for name, one in header.stored.items()}
+    own = {name for header in first.shards for name in header.stored}
+    both = {n: new for n, new in named.items() if new and new in second.tensors and n not in own}
+    codes = {name: stored[new] for name, new in both.items() if stored.get(new) in SCHEMES}
+    floats = {n: second.tensors[new].dtype.name for n, new in both.items() if new not in stored}
+    return {
+        "rename": named.get,
+        "dtype": _shortest(floats) or None,
+        "quant": _shortest(codes) or None,
+    }
+
+
+def _pairs_of(value: object) -> list[tuple[str, Any]]:
+    """Return the pairs of a JSON list of pairs; [] for anything else."""
+    rules = value if isinstance(value, list) else []
+    return [(rule[0], rule[1]) for rule in rules if isinstance(rule, list) and len(rule) == 2]
+
+
+def _shortest(values: Mapping[str, str]) -> dict[str, str]:
+    """Return values by pattern of names, one for all whose names differ in numbers alone."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, value in values.items():
+        groups.setdefault(_NUMBER.sub("*", name), {})[name] = value
+    out: dict[str, str] = {}
+    for pattern, members in groups.items():
+        alone = len(members) == 1 or len(set(members.values())) > 1
+        out |= members if alone else {pattern: next(iter(members.values()))}
+    return dict(sorted(out.items(), key=lambda rule: "*" in rule[0]))
 
 
 @dataclass(slots=True)
@@ -417,6 +517,8 @@ def _pairs(
         if coding is None:
             wanted = _wanted(first, policy, info)
             shape = shape_in_models(info) if order is None else model_shape(first, info.name)
+            if info.name not in first.turns and shape == model_shape(second, name):
+                shape = right.shape  # which its file may have transposed
             if isinstance(info, Packed) and info.group.is_transposed and order is None:
                 order = RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])
             yield Pair(info, right, Expected(source, wanted, range_, order), wanted, shape, None)
@@ -436,6 +538,8 @@ def _order(
     mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
     if mine == theirs:
         return None
+    if mine is None and theirs is not None:
+        return _back(theirs)
     if theirs is not None:
         problem = "its rows lie in another order than models have them: give this checkpoint first"
         raise CheckpointError(right.shard, problem, tensor=right.name)
@@ -497,6 +601,17 @@ def way(
     rest_nbytes = ways[-1][1] - tensors_nbytes
     largest = [("what is found of tensors", tensors_nbytes), ("blocks and numbers", rest_nbytes)]
     return first_that_fits(ways, sorted(largest, key=lambda one: -one[1]))
+
+
+def alike(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Join rows of one text whose names differ in numbers alone: ``layers.*.weight (32 alike)``."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, text in rows:
+        groups.setdefault((_NUMBER.sub("*", name), text), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)} alike)", text)
+        for (pattern, text), names in groups.items()
+    ]
 
 
 def tensors_text(count: int) -> str:

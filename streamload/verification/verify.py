@@ -26,6 +26,7 @@ from streamload.checkpoint.open import (
     Checkpoint,
     CheckpointLike,
     folder_of,
+    from_headers,
     open_checkpoint,
     opened,
 )
@@ -42,6 +43,7 @@ from streamload.devices.names import framework, framework_of
 from streamload.errors import CheckpointError, TruncatedFileError, printable
 from streamload.files.guard import Guard
 from streamload.files.header import open_regular
+from streamload.formats.reader import readers
 from streamload.loading.report import LoadReport
 from streamload.planning.dequantize import dequantized
 from streamload.planning.placement import Placement
@@ -350,7 +352,8 @@ def verify_checkpoint(
 
     Args:
         path: the checkpoint, as in `open_checkpoint`; `streamload.json` is in its folder.
-        select: only tensors with a name that matches; none for all.
+        select: only tensors with a name that matches, as the files have it (GGUF its own); none
+            for all.
         exclude: leave out tensors with a name that matches.
         progress: how progress is shown; see `load_state_dict`.
 
@@ -365,7 +368,7 @@ def verify_checkpoint(
     """
     begun = time.monotonic()
     chosen = Selection.parse(select, exclude)
-    checkpoint = opened(path)
+    checkpoint = _in_files(opened(path))
     folder = folder_of(checkpoint.path)
     digests = Digests.read(folder / SIDECAR)
     block_nbytes, kind = way([checkpoint])
@@ -407,6 +410,14 @@ def verify_checkpoint(
     )
 
 
+def _in_files(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with tensors as its files have them, as a sidecar lists them."""
+    headers = [readers()[header.format].in_file(header) for header in checkpoint.shards]
+    if all(new is old for new, old in zip(headers, checkpoint.shards, strict=True)):
+        return checkpoint
+    return from_headers(checkpoint.path, headers)
+
+
 def _unlike(info: TensorInfo, digest: Digest) -> Changed | None:
     """Return how a tensor's dtype or shape differs from the sidecar's; None if both are equal."""
     if info.dtype is not digest.dtype:
@@ -421,7 +432,7 @@ def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, T
     if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
         return checkpoint.tensors
     try:
-        whole = open_checkpoint(origin(folder))
+        whole = _in_files(open_checkpoint(origin(folder)))
     except CheckpointError:  # the other shards are not there
         return checkpoint.tensors
     mine = {header.path.name for header in checkpoint.shards}

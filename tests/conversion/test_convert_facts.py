@@ -16,6 +16,8 @@ from streamload.checkpoint.digests import SIDECAR
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import CheckpointError
 from streamload.formats.safetensors import SINGLE
+from streamload.verification.diff import made_by
+from streamload.verification.verify import verify_checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TARGETS: dict[str, dict[str, Any]] = {
@@ -180,6 +182,9 @@ def test_fused_experts_are_written(tmp_path: Path, options: dict[str, Any]) -> N
     )
     assert found == expected
     if options == {"to": "gguf"}:
+        assert verify_checkpoint(tmp_path / "one", progress=False).ok
+        with pytest.raises(CheckpointError, match=r"experts taken apart.*`streamload verify"):
+            made_by(tmp_path / "in-one", tmp_path / "one")
         stack = tensors_of(tmp_path / "one")["model.layers.1.mlp.experts.2.up_proj.weight"]
         joined = tensors_of(tmp_path / "in-one")["model.layers.1.mlp.experts.gate_up_proj"]
         assert stack[2] == np.frombuffer(joined[2], np.float32).reshape(3, 64, 64)[2, 32:].tobytes()

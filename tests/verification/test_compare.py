@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from bench_parts.section import forget
 from cast_reference_helpers import pair_id, samples
+from conversions import quiet
+from gguf_models import write_model
 from remote_server import serve
 from safetensors_files import header_bytes, write_safetensors
 
@@ -27,6 +29,7 @@ from streamload import diff, open_checkpoint, verify_checkpoint
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests, hasher
 from streamload.codecs.cast_table import make_cast
 from streamload.codecs.floats import PAIRS
+from streamload.conversion.rename import RenamePatterns
 from streamload.core.dtypes import BF16, BY_CODE, F16, DType
 from streamload.errors import (
     CheckpointError,
@@ -694,6 +697,65 @@ def test_verify_a_conversion(here: Command, tmp_path: Path) -> None:
     assert err.startswith("streamload: 1 tensor different, 0 equal, ")
     out, _ = here(*arguments, "--json", code=1)
     assert json.loads(out)["differences"][0]["dtypes"] == ["bfloat16", "float16"]
+
+
+MADE: dict[str, dict[str, Any]] = {
+    "float16": {"dtype": "float16"},
+    "patterns": {"dtype": {"*norm*": "float32", "*": "float16"}, "out_of_range": "clamp"},
+    "nf4": {"quant": "nf4"},
+    "some": {"select": ["*mlp*"], "quant": {"*up*": "q8_0"}, "dtype": "float16"},
+    "renamed": {"rename": {"model.norm.weight": "norm"}},
+    "mlx": {"runtime": "mlx"},
+    "gguf": {"to": "gguf"},
+    "gguf-f16": {"to": "gguf", "dtype": "float16"},
+    "gguf-q8_0": {"to": "gguf", "quant": "q8_0"},
+    "gguf-mixed": {"to": "gguf", "quant": {"*mlp*": "q4_0", "*": "q5_k_m"}},
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_a_conversion_says_how_it_was_made(
+    here: Command, tmp_path: Path, family: str, name: str
+) -> None:
+    """``verify OUT`` and ``verify SOURCE OUT`` without another word; one bit is enough for 1."""
+    if family == "gpt2" and not name.startswith("gguf"):
+        pytest.skip("its names are others")
+    source, out = write_model(tmp_path / "in", family), tmp_path / "out"
+    quiet(source, out, **MADE[name])
+    assert here("verify", out)[0].startswith("verified: ")
+    said, err = here("verify", source, out)
+    assert (said.startswith("equal: "), err) == (True, "")
+    (file,) = (path for path in out.iterdir() if path.suffix in (".gguf", ".safetensors"))
+    tensor = max(open_checkpoint(out).tensors.values(), key=lambda t: (t.nbytes, t.start))
+    with file.open("r+b") as changed:
+        changed.seek(tensor.start + 2)
+        byte = changed.read(1)[0]
+        changed.seek(tensor.start + 2)
+        changed.write(bytes([byte ^ 1]))
+    assert "1 tensor not as" in here("verify", out, code=1)[1]
+    said, err = here("verify", source, out, code=1)
+    assert "1 tensor different" in err, said
+
+
+def test_what_a_comparison_does_not_compute(here: Command, tmp_path: Path) -> None:
+    """It is refused with the command that checks the digests."""
+    source, out = write_model(tmp_path / "in", "llama"), tmp_path / "out"
+    quiet(source, out, rename=lambda name: f"a.{name}")
+    assert f"`streamload verify {out}`" in here("verify", source, out, code=1)[1]
+    assert here("verify", out)[0].startswith("verified: ")
+
+
+def test_alike_lines_are_one(here: Command, tmp_path: Path) -> None:
+    """Tensors whose names differ in numbers alone, and that differ alike."""
+    source, out = write_model(tmp_path / "in", "llama"), tmp_path / "out"
+    quiet(source, out, rename=RenamePatterns.parse(["*.q_proj.*=*.query.*"]), exclude=["*norm*"])
+    said, _ = here("diff", source, out, code=1)
+    rows = [line.split("  ")[0] for line in said.splitlines()]
+    assert "model.layers.*.self_attn.q_proj.weight (2 alike)" in rows
+    assert "model.norm.weight" in rows
+    assert len(rows) == 7
+    assert "9 tensors different" in said
 
 
 def test_diff(here: Command, path: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import struct
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias
@@ -134,6 +135,16 @@ class GGUF(FormatReader):
             turns=turns,
             views=tuple(views),
         )
+
+    def in_file(self, header: Header) -> Header:
+        tensors = []
+        for each in _read_other(header.path)[1]:
+            dtype, shape = each.type.dtype, each.shape
+            if dtype.is_packed:
+                shape, dtype = (*shape[:-1], dtype.nbytes(shape[-1])), BY_CODE["U8"]
+            tensors.append(TensorInfo(each.name, dtype, shape, header.path, each.start, each.stop))
+        tensors.sort(key=attrgetter("start", "stop", "name"))
+        return replace(header, tensors=tuple(tensors), stored={}, turns={}, views=())
 
     def siblings(self, header: Header) -> Sequence[str]:
         match = _MEMBER.fullmatch(header.path.name)
