@@ -22,8 +22,9 @@ from streamload.transformers.dtypes import COMPUTED_IN
 from streamload.transformers.internals import should_convert_module
 from streamload.transformers.names import Names
 from streamload.transformers.prepared import Prepared
+from streamload.transformers.quantizers.coded import CodedCheckpoint
 from streamload.transformers.quantizers.stored import method_of, missing, stated_in
-from streamload.transformers.saving import METHOD, left_by_theirs, own_config, would_be_floats
+from streamload.transformers.saving import left_by_theirs, own_config, would_be_floats
 
 
 def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any] | None:
@@ -91,9 +92,10 @@ def why_not_opened(folder: Path) -> str:
     """
     checkpoint = open_checkpoint(folder)
     try:
-        said, stated = stated_in(configuration_of(checkpoint, Wanted()))
-        method = method_of(stated)
-        if said is None or (method != METHOD and missing(method)):
+        config = configuration_of(checkpoint, Wanted())
+        said, stated = stated_in(config)
+        ours = said is not None and CodedCheckpoint.of(checkpoint, config) is not None
+        if said is None or (missing(method_of(stated)) and not ours):
             return ""
         devices = open_devices("cpu", framework("torch"), {})
         Prepared.of(checkpoint, str(folder), Wanted(), devices, None, Options.read())

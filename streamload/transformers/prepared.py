@@ -158,7 +158,7 @@ class Prepared:
 
 def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantization:
     """Return the `Quantization` of stored weights, else of the caller's `asked`, else no steps."""
-    stored = CodedCheckpoint.of(checkpoint, config) or QuantizedCheckpoint.of(
+    stored = CodedCheckpoint.of(checkpoint, config, asked) or QuantizedCheckpoint.of(
         checkpoint, config, asked
     )
     if stored is None and asked is not None:

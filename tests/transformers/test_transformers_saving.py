@@ -21,6 +21,8 @@ from transformers_saving_helpers import said_in  # noqa: E402
 
 import streamload  # noqa: E402
 from streamload.devices.torch.quantized import Coded  # noqa: E402
+from streamload.errors import CheckpointError  # noqa: E402
+from streamload.transformers.quantizers import stored  # noqa: E402
 
 __all__ = ["quiet"]
 
@@ -72,6 +74,30 @@ def test_what_is_saved_is_opened(tmp_path: Path, name: str, format: str) -> None
     near = 0.02 if format == "bitsandbytes-int8" else 1e-3  # it quantises activations, too
     for opened in (reference(tmp_path / "out", device_map="cpu"), load(tmp_path / "out")):
         assert error(logits(opened), expected) < near
+
+
+@pytest.mark.parametrize(("name", "format"), [k for k, v in METHODS.items() if v != "streamload"])
+def test_what_is_saved_is_opened_without_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, format: str
+) -> None:
+    """In modules of streamload, with the same bytes and logits; what `convert` writes, too."""
+    monkeypatch.setattr(stored, "_installed", lambda package: False)
+    make(tmp_path / "in", name, torch.float32)
+    model = load(tmp_path / "in", quant=format)
+    model.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert contents_of(again) == contents_of(model)
+    assert torch.equal(logits(again), logits(model))
+    assert any("modules of streamload hold" in note for note in again.streamload_report.notes)
+    again.save_pretrained(tmp_path / "again")
+    assert said_in(tmp_path / "again") == said_in(tmp_path / "out")
+    if not format.endswith("nested"):
+        streamload.convert(tmp_path / "in", tmp_path / "made", quant=format, progress=False)
+        assert torch.equal(logits(load(tmp_path / "made")), logits(model))
+    if METHODS[name, format] == "bitsandbytes":
+        asked = transformers.BitsAndBytesConfig(load_in_4bit=True)
+        with pytest.raises((CheckpointError, ImportError), match="bitsandbytes"):
+            load(tmp_path / "out", quantization_config=asked)
 
 
 def test_in_several_files_and_with_what_is_skipped(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Open checkpoints in the quantized layout that streamload alone reads.
 
 `save_pretrained` writes it for weights for which transformers has no modules: fused experts, blocks
-of GGUF, several formats in one model.
+of GGUF, several formats in one model. Weights for bitsandbytes and compressed-tensors open so, too,
+if these packages are not installed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from streamload.loading.place import Devices
 from streamload.planning.dequantize import dequantized
 from streamload.transformers.configuration import folder_of, placeholder
 from streamload.transformers.names import Renames
-from streamload.transformers.quantizers.stored import QuantizedCheckpoint, method_of, stated_in
+from streamload.transformers.quantizers.stored import (
+    QuantizedCheckpoint,
+    method_of,
+    missing,
+    stated_in,
+)
 from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, formats_of
 
 
@@ -38,11 +44,24 @@ class CodedCheckpoint(QuantizedCheckpoint):
     formats: dict[str, str] = field(default_factory=dict)  # by tensor
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Any, _: Any = None) -> CodedCheckpoint | None:
-        """Return the steps for streamload's layout, or None; CheckpointError if `config` is bad."""
+    def of(cls, checkpoint: Checkpoint, config: Any, asked: Any = None) -> CodedCheckpoint | None:
+        """Return the steps for weights in modules of streamload, or None.
+
+        These are weights in streamload's own layout, and those of another method whose package is
+        not installed, if modules of streamload hold all of them as they are stored. None if a
+        caller `asked` for the method's own modules. CheckpointError if `config` is bad.
+        """
         said, stated = stated_in(config)
-        if said is None or method_of(stated) != METHOD:
+        if said is None:
             return None
+        if (method := method_of(stated)) != METHOD:
+            packages = missing(method) if asked is None else []
+            found = _formats_of(checkpoint) if packages else {}
+            if not found:
+                return None
+            quantizer = CodedQuantizer(CodedConfig(**stated))
+            note = f"{' and '.join(packages)} not installed: modules of streamload hold the weights"
+            return cls(checkpoint, quantizer, formats=found, notes=[note])
         try:
             formats = formats_of(stated)
         except ValueError as error:
@@ -110,6 +129,13 @@ def held_as_stored(checkpoint: Checkpoint, model: Any) -> tuple[Checkpoint, dict
     held = framework("torch").swap(model, found).coded
     others = [name for name, one in groups.items() if name not in held and one.kind in PACKED]
     return dequantized(checkpoint, others), {name: found[name] for name in found if name in held}
+
+
+def _formats_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the format of each stored weight that modules can hold; {} if one has another."""
+    groups = read_states(checkpoint.layouts, checkpoint.groups)
+    found = {name: _format_of(weight) for name, weight in groups.items()}
+    return found if all(found.values()) else {}
 
 
 def _format_of(weight: QuantizedWeight) -> str:

@@ -382,7 +382,7 @@ def _takes(module: nn.Module, weight: torch.Tensor, group: QuantizedWeight) -> b
 
 def missing(method: str) -> list[str]:
     """Return the packages that a quantization method needs and that are missing, by pip's names."""
-    return [pip for name, pip in _NEEDED[method].items() if not _installed(name)]
+    return [pip for name, pip in _NEEDED.get(method, {}).items() if not _installed(name)]
 
 
 def _installed(name: str) -> bool:
