@@ -45,19 +45,18 @@ class Refiller:
     """Page-locked slots that threads fill together, without the interpreter's lock, and copy.
 
     One thread at a time may call it.
-
-    Attributes:
-        slot_nbytes: bytes of a slot, the most that a read may have.
     """
 
     def __init__(self, context: Context, loop: Loop, count: int, slots: int, nbytes: int) -> None:
         """Start ``count`` threads, with the caller's, each with so many ``slots`` of ``nbytes``.
 
+        No read may be longer than a slot.
+
         Raises:
             AllocationError: memory cannot be allocated or page-locked.
             DeviceError: the driver refused.
         """
-        self._context, self.slot_nbytes = context, nbytes
+        self._context = context
         self._marks: deque[Mark] = deque()
         self._locked = LockedReads(context)
         with ExitStack() as made:

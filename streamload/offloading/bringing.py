@@ -181,8 +181,9 @@ class Bringer(Holding, Sink):
             {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
         )
         devices = {d.device: self._device for d in plan.devices}
+        largest = max([1, *(layer.read_nbytes for layer in self._layers)])
         transfer = Transfer(
-            *(plan, self._checkpoint, devices, self._changes, open_shard), refills=True
+            *(plan, self._checkpoint, devices, self._changes, open_shard), refill_nbytes=largest
         )
         if self._views is not None:
             self.bring = self._views.bring

@@ -40,7 +40,7 @@ def reads_of(
     if isinstance(unit, SmallTensorBatch):
         whole = unit.read_nbytes
         return list(_pack_reads(job, device, unit, alignment, _read_nbytes(job, whole)))
-    kinds, refills = job.plan.placements.kinds, job.transfer.refills
+    kinds, refills = job.plan.placements.kinds, job.transfer.refill_nbytes > 0
     gap_nbytes = _GAP_NBYTES if refills else 0
     gaps = (b.runs[0].start - a.runs[0].stop for a, b in pairwise(unit))
     whole = sum(chunk.read_nbytes for chunk in unit) + sum(n for n in gaps if n <= gap_nbytes)
@@ -87,21 +87,35 @@ def refill_of(job: Job, unit: WorkItem, alignment: int) -> tuple[ReadTable, int]
     known = job.refills.get(id(unit))
     if known is None:
         device = job.plan.placements.kinds[unit[0].placement].device
-        reads = reads_of(job, device, unit, alignment, (), 0)
-        known = job.refills[id(unit)] = Refill(unit, first, ReadTable.of(reads))
+        reads = ReadTable.of(reads_of(job, device, unit, alignment, (), 0))
+        assert reads.rows[:, 1].max() <= refill_slot_nbytes(job)
+        known = job.refills[id(unit)] = Refill(unit, first, reads)
     return known.reads, first - known.address
 
 
-def _read_nbytes(job: Job, whole: int) -> int:
-    """Return the bytes of each read of a unit of ``whole`` bytes, at most a slot.
+def refill_slot_nbytes(job: Job) -> int:
+    """Return the bytes of a slot that threads share, for the longest read of any unit."""
+    margin_nbytes = job.plan.staging_nbytes - job.plan.slot_nbytes
+    return _most_nbytes(job, job.transfer.refill_nbytes) + margin_nbytes
 
-    They are of one size: a small one at the end would cost as much as the others. Reads that
-    threads share are shorter, for none to wait long for the last.
+
+def _most_nbytes(job: Job, whole: int) -> int:
+    """Return the most bytes of a read, at most a slot.
+
+    Reads that threads share are shorter, for none to wait long for the last.
     """
-    most = job.plan.slot_nbytes
-    if job.lanes > 1:
-        most = min(max(whole // (_TURNS * job.lanes), _LEAST_NBYTES), most)
-    count = -(-whole // most)
+    if job.lanes == 1:
+        return job.plan.slot_nbytes
+    share = max(min(whole, job.transfer.refill_nbytes) // (_TURNS * job.lanes), _LEAST_NBYTES)
+    return min(round_up(share, mmap.PAGESIZE), job.plan.slot_nbytes)
+
+
+def _read_nbytes(job: Job, whole: int) -> int:
+    """Return the bytes of each read of a unit of ``whole`` bytes.
+
+    They are of one size: a small one at the end would cost as much as the others.
+    """
+    count = -(-whole // _most_nbytes(job, whole))
     return min(round_up(-(-whole // count), mmap.PAGESIZE), job.plan.slot_nbytes)
 
 

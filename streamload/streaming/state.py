@@ -121,7 +121,8 @@ class Transfer:
         opener: opens a file of the checkpoint.
         headroom: checks that promised memory is still free; None checks nothing.
         progress: called with the file bytes read so far, often.
-        refills: earlier streams filled the same buffers, so that their pages exist already.
+        refill_nbytes: the most bytes of a layer, if layers are read again and again into buffers
+            that are there; 0 if each buffer is new.
     """
 
     plan: Plan
@@ -131,7 +132,7 @@ class Transfer:
     opener: Opener = open_shard
     headroom: Headroom | None = None
     progress: Callable[[int], None] = lambda nbytes: None
-    refills: bool = False
+    refill_nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -183,7 +184,8 @@ class Job:
         nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
         kinds = [p for p, _ in plan.placements.counted]
         unchanged = all(p.cast == "copy" and self.is_bulk(p) for p in kinds)
-        shared = transfer.refills and unchanged and not {*plan.readers}.intersection(REMOTE_KINDS)
+        refills = transfer.refill_nbytes > 0
+        shared = refills and unchanged and not {*plan.readers}.intersection(REMOTE_KINDS)
         #: threads that share the reads of a unit, without the interpreter; 1: each takes units
         self.lanes = max(plan.threads, 1) if shared else 1
         share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
@@ -357,7 +359,7 @@ class Job:
         for unit in batch:
             new: Sequence[int]
             if isinstance(unit, SmallTensorBatch):  # memory that is filled again is there
-                new = () if self.transfer.refills else unit.placements
+                new = () if self.transfer.refill_nbytes else unit.placements
             else:
                 reached = dict.fromkeys(chunk.placement for chunk in unit)
                 new = [index for index in reached if index not in self.buffers]

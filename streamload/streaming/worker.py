@@ -23,7 +23,7 @@ from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
 from streamload.planning.placement import Placement
 from streamload.planning.plan import STAGING_SLOTS, slot_nbytes
-from streamload.streaming.bulk import Slot, copy_of, reads_of, refill_of
+from streamload.streaming.bulk import Slot, copy_of, reads_of, refill_of, refill_slot_nbytes
 from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
 from streamload.streaming.steps import Casting, Encoding, Step, step_of
 from streamload.streaming.transpose import Transposer, rows_of
@@ -231,14 +231,9 @@ class Worker:
         held = ExitStack()  # the file, until the copies have ended
         try:
             parts = [refill_of(job, unit, reader.alignment) for unit in units]
-            largest = max(int(reads.rows[:, 1].max()) for reads, _ in parts)
-            if refiller is not None and refiller.slot_nbytes < largest:
-                yield from self.settle()
-                self._refiller = None
-                refiller.close()
-                refiller = None
             if refiller is None:
-                refiller = self._refiller = bulk.refiller(job.lanes, STAGING_SLOTS, largest)
+                most = refill_slot_nbytes(job)
+                refiller = self._refiller = bulk.refiller(job.lanes, STAGING_SLOTS, most)
             ticket = refiller.next
             drops = job.plan.page_cache == "drop" or job.shards.drops(reader.path)
             locks = reader.alignment == 1 and reader.leased and not drops
@@ -360,7 +355,7 @@ class Worker:
                     elif visible and p.cast != "device":
                         buffer = job.buffers[chunk.placement]
                         with device.window(buffer, chunk.start, chunk.stop) as out:
-                            if p.action != "in_place" and not job.transfer.refills:
+                            if p.action != "in_place" and not job.transfer.refill_nbytes:
                                 populate(out)
                             counts.append(self._fill(reader, chunk, p, out, whole, base))
                     else:
@@ -495,7 +490,7 @@ class Worker:
         if p.cast == "part":
             out[:] = self._job.values[chunk.placement][chunk.start : chunk.stop]
             return NO_COUNTS
-        step, refills = step_of(self._job, chunk, p), self._job.transfer.refills
+        step, refills = step_of(self._job, chunk, p), self._job.transfer.refill_nbytes
         if p.turned and isinstance(step, Encoding):
             self._encode_turned(reader, chunk, p, step, out)
             return step.counts

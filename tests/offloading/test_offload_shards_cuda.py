@@ -7,7 +7,8 @@ test_offload_cuda.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cuda_stand_in
@@ -18,27 +19,42 @@ torch = needs.module("torch")
 needs.module("transformers")
 
 import offloading_models as models  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import streamload  # noqa: E402
 
 PRELUDE = """
-import ctypes, gc, sys
+import ctypes, gc, sys, time
 from pathlib import Path
 
 import torch
 import offloading_models as models
 import streamload
 from bulk_stand_in import Driven
+from safetensors.torch import load_file
 from streamload.devices.torch import device as torch_devices
+from streamload.offloading import bringing
 from streamload.transformers import from_pretrained
 
 torch.set_num_threads(1)
-torch_devices._WAYS["cpu"] = Driven
+bringing._IDLE_S = 0.3
 driver = ctypes.CDLL("libcuda.so.1")
-paths = [Path(path) for path in sys.argv[1:]]
+whole, *paths = [Path(path) for path in sys.argv[1:]]
 given = {"device": "cpu", "progress": False, "threads": 3}
 
-def count(name):
-    return ctypes.c_int.in_dll(driver, name).value
+def resident(**options):
+    model = from_pretrained(whole, **given, **options)
+    return models.logits(model), model.streamload_report.resident_nbytes
+
+def left():
+    names = "registered", "host_allocated", "streams", "events"
+    found = {name: ctypes.c_int.in_dll(driver, name).value for name in names}
+    found["streams"] -= 1  # torch's
+    found["used"] = ctypes.c_size_t.in_dll(driver, "used_nbytes").value
+    return {name: value for name, value in found.items() if value}
+
+def drive():
+    torch_devices._WAYS["cpu"] = Driven
 """
 
 
@@ -48,12 +64,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
 
 
-def _cut(model: torch.nn.Module, folder: Path, shards: int, *, small_first: bool) -> Path:
-    """Write a model's tensors to so many files; all layers have some in each."""
-    folder.mkdir()
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    tensors = sorted(model.state_dict().items(), key=lambda item: item[1].numel())
+def _bf16(name: str) -> Callable[[Path], Path]:
+    def write(path: Path) -> Path:
+        model = models.built(name, 4).bfloat16()
+        model.config.architectures = [type(model).__name__]
+        return models.save(model, path)
+
+    return write
+
+
+def _nf4(path: Path) -> Path:
+    plain = _bf16("llama")(path.with_name("plain"))
+    streamload.convert(plain, path, quant="nf4", progress=False)
+    return path
+
+
+def _cut(whole: Path, shards: int, *, small_first: bool) -> Path:
+    """Write a checkpoint's tensors to so many files, by size: each has some of every layer."""
+    folder = whole.parent / f"{whole.name}-{shards}-{small_first}"
+    shutil.copytree(whole, folder)
+    (folder / "model.safetensors").unlink()
+    tensors = sorted(load_file(whole / "model.safetensors").items(), key=lambda t: t[1].nbytes)
     tensors = tensors if small_first else tensors[::-1]
     share = -(-len(tensors) // shards)
     files: dict[str, str] = {}
@@ -67,33 +98,98 @@ def _cut(model: torch.nn.Module, folder: Path, shards: int, *, small_first: bool
     return folder
 
 
-def _paths(tmp_path: Path, name: str, times: int = 4) -> Sequence[Path]:
-    model = models.built(name, times).bfloat16()
-    return [
-        _cut(model, tmp_path / f"{shards}-{small}", shards, small_first=small)
-        for shards in range(1, 6)
-        for small in (True, False)
-    ]
+def _paths(whole: Path, shards: Sequence[int]) -> Sequence[Path]:
+    """The whole checkpoint, and then those of these numbers of files."""
+    return [whole, *(_cut(whole, n, small_first=small) for n in shards for small in (True, False))]
 
 
-def test_layers_of_several_files(folder: Path, tmp_path: Path) -> None:
-    """Their copies are waited for, whichever file has the longest reads; nothing is left."""
+def _slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("write", "options", "share", "shards"),
+    [
+        (_bf16("llama"), "", 0.7, [1, 3]),
+        _slow(_bf16("llama"), "", 0.7, [2, 4, 5]),
+        _slow(_nf4, "", 0.75, [1, 2, 3, 4, 5]),
+        _slow(_bf16("llama"), "quant='nf4'", None, [1, 3, 5]),
+        _slow(_bf16("llama"), "quant='int8'", None, [1, 3, 5]),
+        _slow(_bf16("qwen3-moe"), "", 0.5, [1, 2, 3, 4, 5]),
+        _slow(_bf16("qwen3-moe"), "experts_implementation='grouped_mm'", 0.5, [1, 4]),
+    ],
+)
+def test_models_of_several_files(
+    write: Callable[[Path], Path],
+    options: str,
+    share: float | None,
+    shards: Sequence[int],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    """Loaded whole and offloaded, in passes and after a pause, they are right; all is freed.
+
+    No model is offloaded if ``share``, of the bytes that it has whole, is None.
+    """
+    cuda_stand_in.run(
+        folder,
+        PRELUDE
+        + f"""
+options = dict({options})
+expected, nbytes = resident(**options)
+drive()
+gc.collect()
+gc.disable()
+for path in paths:
+    model = from_pretrained(path, **given, **options)
+    assert torch.equal(models.logits(model), expected), path
+    del model
+    assert not left(), left()
+    if {share} is None:
+        continue
+    budget = int({share} * nbytes)
+    model = from_pretrained(path, budget=budget, offload=True, **given, **options)
+    found = model.streamload_offload.plan.residency
+    assert found.experts or found.streams
+    for _ in range(3):
+        assert torch.equal(models.logits(model), expected), path
+    while "registered" in left():
+        time.sleep(0.01)
+    assert torch.equal(models.logits(model), expected), path
+    model.streamload_offload.close()
+    del model
+    assert not left(), left()
+if {share} is not None:  # it is open at exit
+    model = from_pretrained(path, budget=budget, offload=True, **given, **options)
+    assert torch.equal(models.logits(model), expected), path
+""",
+        *_paths(write(tmp_path / "whole"), shards),
+    )
+
+
+@pytest.mark.parametrize("shards", [[3], _slow([1, 2, 4, 5])])
+def test_loops_over_several_files(shards: Sequence[int], folder: Path, tmp_path: Path) -> None:
+    """Each layer has the files' bytes, in each loop."""
     cuda_stand_in.run(
         folder,
         PRELUDE
         + """
-expected = None
+expected = load_file(whole / "model.safetensors")
+drive()
+gc.collect()
+gc.disable()
 for path in paths:
-    if expected is None:
-        whole = from_pretrained(path, **given)
-        expected = models.logits(whole)
-        nbytes = whole.streamload_report.resident_nbytes
-        del whole
-    model = from_pretrained(path, budget=int(0.7 * nbytes), offload=True, **given)
-    assert model.streamload_offload.plan.residency.streams
-    with model.streamload_offload:
-        for _ in range(4):
-            assert torch.equal(models.logits(model), expected), path
+    budget = sum(t.nbytes for t in expected.values()) // 2
+    with streamload.stream_layers(path, device="cpu", budget=budget) as layers:
+        assert layers.plan.residency.streams
+        for _ in range(3):
+            found = set()
+            for _, tensors in layers:
+                found |= tensors.keys()
+                assert all(torch.equal(t, expected[name]) for name, t in tensors.items()), path
+            assert found == expected.keys()
+    del layers, tensors
+    assert not left(), left()
 """,
-        *_paths(tmp_path, "llama"),
+        *_paths(_bf16("llama")(tmp_path / "whole"), shards),
     )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Refills:
     """Slots that threads of the compiled loop fill together."""
 
     def __init__(self, loop: Loop, reads: list[Read], slots: Sequence[Slot], count: int) -> None:
-        self._reads, self._slots, self.slot_nbytes = reads, slots, len(slots[0].view)
+        self._reads, self._slots = reads, slots
         self._team = Team(loop, [(address_of(s.view), 1, 1) for s in slots], count, nullcontext)
         self.next = Slot(1)
 
@@ -151,9 +152,7 @@ class Driven(cuda.Copies, torch_devices.CPUDevice):
         torch_devices.CPUDevice.__init__(self, name)
         context = cuda.Context.primary("cuda:0", 0)
         cuda.Copies.__init__(self, context, torch.Tensor.data_ptr)
-        self._stream = ctypes.c_void_p()
-        with context.current():
-            context.call("cuStreamCreate", ctypes.byref(self._stream), 1)
+        self._stream = _stream(context)
 
     @property
     def info(self) -> DeviceInfo:
@@ -185,13 +184,21 @@ class Driven(cuda.Copies, torch_devices.CPUDevice):
     def follow(self, tickets: Iterable[Any]) -> None:
         """Let the stream wait, and so what torch computes from now on."""
         events = [event for ticket in tickets for event in ticket.events]
-        self.context.order(self._stream.value or 0, events)
+        self.context.order(self._stream, events)
 
     def mark(self) -> Any:
         """A ticket of all that was computed."""
-        stream = self._stream.value or 0
+        mark: Any = None
         with self.context.current():
-            mark = cuda_refill.Mark(self.context, [stream])
+            mark = cuda_refill.Mark(self.context, [self._stream])
             mark.record()
-        mark.stream = stream
+        mark.stream = self._stream
         return mark
+
+
+@cache
+def _stream(context: cuda.Context) -> int:
+    stream = ctypes.c_void_p()
+    with context.current():
+        context.call("cuStreamCreate", ctypes.byref(stream), 1)
+    return stream.value or 0
