@@ -366,7 +366,7 @@ class Place(ModelParameters):
         match = match_parameters(checkpoint, self, found, options.policy)
         match.check(checkpoint.path, options.strict, options.shapes, suggest)
         if found.fill or found.skipped:  # a rank may have nothing to load
-            match.warn_of_little(checkpoint.path, suggest)
+            match.warn_of_little(checkpoint.path, suggest, len(found.skipped))
         return match
 
     def specs(

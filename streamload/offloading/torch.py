@@ -92,8 +92,10 @@ class TorchModel(ModelAdapter[TorchParameter]):
         groups, others = [], []
         for name, module in self._modules.items():
             count = number_of_experts(module)
-            numbers = [place.get(f"{name}.{key}", -1) for key in module._parameters if count]
-            if not count or all(self.stays(wants.names[at], stay) for at in numbers if at >= 0):
+            if not count:
+                continue
+            numbers = [place.get(f"{name}.{key}", -1) for key in module._parameters]
+            if all(self.stays(wants.names[at], stay) for at in numbers if at >= 0):
                 continue
             key = type(module), *(tuple(each.shape) for each in module.parameters())
             if key not in known:
@@ -273,6 +275,8 @@ def _modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[
 
 def _computes(module: nn.Module) -> bool:
     """Return whether a module has a ``forward`` of its own, so that it can be called."""
+    if isinstance(module, torch.jit.ScriptModule):  # whose class has no method to compare
+        return True
     own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return own and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
@@ -284,13 +288,16 @@ def _used_elsewhere(model: nn.Module) -> set[int]:
 
 
 def _looked_at(model: nn.Module) -> set[int]:
-    """Return ids of dicts of parameters that other modules read before they call the owner.
+    """Return ids of dicts of parameters that are read outside of calls of the modules in Python.
 
-    `nn.TransformerEncoder` packs padded sequences if its first layer's weights are plain tensors.
+    `nn.TransformerEncoder` packs padded sequences if its first layer's weights are plain tensors;
+    TorchScript keeps the parameters of its modules, and calls these by itself.
     """
     encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
     nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))
-    return {id(module._parameters) for m in nested for module in m.layers[0].modules()}
+    found = [module for m in nested for module in m.layers[0].modules()]
+    found += (module for module in model.modules() if isinstance(module, torch.jit.ScriptModule))
+    return {id(module._parameters) for module in found}
 
 
 def _let_go(tensor: torch.Tensor) -> None:

@@ -298,10 +298,12 @@ class Match:
             suggestions=suggestions,
         )
 
-    def warn_of_little(self, path: Location, suggest: Callable[[], Sequence[Suggestion]]) -> None:
+    def warn_of_little(
+        self, path: Location, suggest: Callable[[], Sequence[Suggestion]], skipped: int
+    ) -> None:
         """Warn if the load fills little of the model; see the function `warn_of_little`."""
         filled = self.filled
-        tensors = filled + len(self.unexpected) + len(self.wrong_shape)
+        tensors = filled + len(self.unexpected) + len(self.wrong_shape) or skipped
         warn_of_little(path, filled, filled + len(self.left_out), tensors, suggest)
 
     def check_ties(self, checkpoint: Checkpoint) -> None:

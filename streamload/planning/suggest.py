@@ -442,7 +442,10 @@ class _Search:
         return _longest_first(chosen)
 
     def _parts(self, found: _Renaming) -> tuple[tuple[str, str], ...]:
-        """Return (old, new) components of names that many tensors and parameters differ in."""
+        """Return (old, new) components of names that many tensors and parameters differ in.
+
+        A new component "" leaves the old one out.
+        """
         places: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name in self._left:
             for before, part, after in _split(found(name) or name):
@@ -455,14 +458,19 @@ class _Search:
             for part in places.get((before, after), ())
             if before and not part.isdigit() and part != wanted
         )
+        for name in self._left:
+            name = found(name) or name
+            for part in {p for before, p, after in _split(name) if before and after}:
+                if self._model.number.get(name.replace(f".{part}.", ".")) in self._free:
+                    votes[part, "", True] += 1  # a wrapper's, such as torch.compile's
         chosen: list[tuple[str, str]] = []
         for change, count in votes.most_common(_TRIED):
             old, new, is_inner = change
             rivals = (r for r, n in votes.items() if n >= count and (r[0] == old) != (r[1] == new))
-            if any(_likeness(old, new) < _likeness(r[0], r[1]) + _CLEAR for r in rivals):
+            if new and any(_likeness(old, new) < _likeness(r[0], r[1]) + _CLEAR for r in rivals):
                 continue  # the choice is not clear
             dot = "." if is_inner else ""
-            one = (f".{old}{dot}", f".{new}{dot}")
+            one = (f".{old}{dot}", f".{new}{dot}" if new else dot)
             more = replace(found, parts=(*chosen, one))
             broken = sum(more(name) != new for name, new in self._filled.items())
             if broken <= _MOST_NAMES and self._take(more, least=2):

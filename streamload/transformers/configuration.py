@@ -6,8 +6,9 @@ import copy
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ from streamload.files.header import describe
 from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES
 from streamload.loading.options import DEFAULTS
 from streamload.transformers.rows import Converted
+
+#: Errors of models that are built of a configuration with other or invalid settings.
+_UNBUILT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+
+
+_READERS = (
+    *(transformers.AutoConfig.from_pretrained, transformers.PreTrainedConfig.from_pretrained),
+    transformers.PreTrainedConfig.from_dict,
+)
+#: Names that no setting can have: those of parameters of transformers' functions.
+_PARAMETERS = frozenset(name for f in _READERS for name in signature(f.__func__).parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +69,18 @@ def folder_of(checkpoint: Checkpoint) -> Path:
 def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
     """Return a copy of the model's configuration with the changes that the caller asked for."""
     given, changes = wanted.config, dict(wanted.changes)
-    if isinstance(given, transformers.PreTrainedConfig):
-        config = copy.deepcopy(given)
+    if taken := _PARAMETERS & changes.keys():
+        config, unknown = given, sorted(taken)
+    elif isinstance(given, transformers.PreTrainedConfig):
+        config, own = copy.deepcopy(given), _config_class(wanted.model_class)
+        if own is not None and not isinstance(config, own):
+            parts = [getattr(config, key, None) for key in config.sub_configs]
+            config = next((part for part in parts if isinstance(part, own)), config)
         unknown = [name for name in changes if not hasattr(config, name)]
         for name, value in changes.items():
             setattr(config, name, value)
     elif given is None or isinstance(given, (str, os.PathLike)):
-        config, unknown = _read(checkpoint, given, changes, wanted.trust_remote_code)
+        config, unknown = _read(checkpoint, given, changes, wanted)
     else:
         raise ValueError(f"config is a configuration of transformers, not {given!r}")
     if unknown:
@@ -85,9 +102,12 @@ def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
 
 
 def _read(
-    checkpoint: Checkpoint, given: Any, changes: dict[str, Any], trust_remote_code: bool
+    checkpoint: Checkpoint, given: Any, changes: dict[str, Any], wanted: Wanted
 ) -> tuple[Any, list[str]]:
-    """Read the configuration at `given` (None: the checkpoint's); return it and unknown changes."""
+    """Read the configuration at `given` (None: the checkpoint's); return it and unknown changes.
+
+    A class of one of a multimodal model's parts reads the configuration of that part.
+    """
     if given is None and checkpoint.says_config:
         config_class = transformers.AutoConfig.for_model(checkpoint.config["model_type"]).__class__
         said = dict(checkpoint.config)
@@ -102,13 +122,12 @@ def _read(
             found = f"general.architecture {describe(architecture)}, general.type {describe(kind)}"
             expected += f", or a GGUF model of {', '.join(ARCHITECTURES)}"
         raise CheckpointError(checkpoint.path, "no configuration", expected, found)
+    own = _config_class(wanted.model_class)
+    read = transformers.AutoConfig if own is None else own
+    how = {"trust_remote_code": wanted.trust_remote_code} if own is None else {}
     try:
-        config, unused = transformers.AutoConfig.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            return_unused_kwargs=True,
-            **changes,
+        config, unused = read.from_pretrained(
+            folder, local_files_only=True, return_unused_kwargs=True, **how, **changes
         )
     except (ValueError, KeyError, OSError) as error:  # an unknown model, or code of its own
         problem = first_line(error)
@@ -143,8 +162,39 @@ def on_meta(checkpoint: Checkpoint, config: Any, wanted: Wanted, dtype: DType) -
         )
     # models read drop-path rates and the like while they are built: not from the meta device
     readable = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
-    with torch.device("meta"), readable():
-        return build(config, **options)
+    try:
+        with torch.device("meta"), readable():
+            return build(config, **options)
+    except _UNBUILT as error:
+        name, own = model_class.__name__, _config_class(model_class)
+        problem = f"{name} cannot be built of the configuration: {first_line(error)}"
+        expected = found = None
+        if own is not None and not isinstance(config, own):
+            expected, found = f"{own.__name__}, or another model_class=", type(config).__name__
+        path = checkpoint.path if checkpoint.says_config else folder_of(checkpoint) / "config.json"
+        raise CheckpointError(path, problem, expected, found) from error
+
+
+def outer_of(
+    checkpoint: Checkpoint, model: Any, wanted: Wanted, dtype: DType
+) -> tuple[Any, str] | None:
+    """Return the multimodal model of a checkpoint, and the name in it of `model`, one of its parts.
+
+    None if the checkpoint is of `model` itself. The multimodal model is on the meta device.
+    """
+    if checkpoint.config.get("model_type") in (None, model.config.model_type):
+        return None
+    try:
+        config = configuration_of(checkpoint, Wanted(trust_remote_code=wanted.trust_remote_code))
+        parts = [getattr(config, key, None) for key in config.sub_configs]
+        if not any(isinstance(part, type(model.config)) for part in parts):
+            return None
+        outer = on_meta(checkpoint, config, replace(wanted, model_class=None), dtype)
+    except CheckpointError:  # it names a class that transformers lacks
+        return None
+    kind = type(model.base_model)
+    names = [name for name, module in outer.named_modules() if type(module) is kind]
+    return (outer, names[0]) if len(names) == 1 and names[0] else None
 
 
 def _class_of(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:
@@ -177,6 +227,11 @@ def _class_like(named: object) -> str:
     name = named.rpartition(".")[2]
     near = [name] if name in dir(transformers) else get_close_matches(name, dir(transformers), 1)
     return f": write model_class=transformers.{near[0]}" if near else ""
+
+
+def _config_class(model_class: Any) -> Any:
+    """Return the class of the configurations of a model's class; None if it has none."""
+    return model_class.config_class if _is_model_class(model_class) else None
 
 
 def _is_model_class(value: object) -> bool:

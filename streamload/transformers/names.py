@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,11 @@ from streamload.transformers.internals import (
 )
 from streamload.transformers.rows import Converted, StandIns
 
+#: Parts of names that torch.compile, peft, FSDP and activation checkpointing add around a module.
+_WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|base_layer|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Renames:
@@ -37,10 +43,23 @@ class Renames:
     converters: list[Any]  # fuse, split or reorder values
     prefix: str  # of the names of the model without its head
     state: Mapping[str, Any]  # the model's tensors by name
+    outer: Renames | None = None  # of the multimodal model that the model is a part of
+    part: str = ""  # the prefix of the model's body there
+    body: str = ""  # and in the model
 
     @classmethod
-    def of(cls, model: Any, key_mapping: Mapping[str, str] | None, quantizer: Any) -> Renames:
-        """Return transformers' rules for a model, without its quantizers', which change values."""
+    def of(
+        cls,
+        model: Any,
+        key_mapping: Mapping[str, str] | None,
+        quantizer: Any,
+        outer: tuple[Any, str] | None = None,
+    ) -> Renames:
+        """Return transformers' rules for a model, without its quantizers', which change values.
+
+        `outer`: the multimodal model that the checkpoint holds, and the name of `model`'s body
+        in it.
+        """
         transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
         transforms = [
             one
@@ -49,14 +68,30 @@ class Renames:
         ]
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        return cls(transforms, renamings, converters, model.base_model_prefix, model.state_dict())
+        rules = (transforms, renamings, converters, model.base_model_prefix, model.state_dict())
+        if outer is None:
+            return cls(*rules)
+        body = "" if model.base_model is model else f"{model.base_model_prefix}."
+        return cls(*rules, cls.of(outer[0], None, None), f"{outer[1]}.", body)
+
+    def is_elsewhere(self, tensor: str) -> bool:
+        """Return whether a tensor belongs to another part of a multimodal model."""
+        return self.outer is not None and not self.outer.plain(tensor).startswith(self.part)
+
+    def plain(self, tensor: str) -> str:
+        """Return a tensor's name in the model before values are converted."""
+        return str(rename_source_key(tensor, self.renamings, [], self.prefix, self.state)[0])
 
     def __call__(self, tensor: str) -> tuple[str, str | None]:
         """Return a tensor's name in the model, and the pattern of its value conversion or None."""
+        if self.outer is not None and (name := self.outer.plain(tensor)).startswith(self.part):
+            tensor = self.body + name.removeprefix(self.part)
         lists, rest = (self.renamings, self.converters), (self.prefix, self.state)
         found: tuple[str, str | None] = rename_source_key(tensor, *lists, *rest)
         if found[0] not in self.state and tensor in self.state:  # it has its new name already
             found = rename_source_key(tensor, [], [], *rest)
+        if found[0] not in self.state and (plain := _WRAPPERS.sub("", tensor)) != tensor:
+            return self(plain)
         return found
 
 
@@ -85,15 +120,20 @@ class Names:
         checkpoint: Checkpoint,
         key_mapping: Mapping[str, str] | None = None,
         quantizer: Any = None,
+        outer: tuple[Any, str] | None = None,
     ) -> Names:
-        """Match all tensors of a checkpoint to a model by transformers' rules; reads nothing."""
-        out, renames = cls(model, checkpoint), Renames.of(model, key_mapping, quantizer)
+        """Match all tensors of a checkpoint to a model by transformers' rules; reads nothing.
+
+        `outer`: as in `Renames.of`; tensors of its other parts are left out.
+        """
+        out, renames = cls(model, checkpoint), Renames.of(model, key_mapping, quantizer, outer)
         by_pattern = {p: one for one in renames.converters for p in one.source_patterns}
         fused: dict[str, list[tuple[str, str]]] = {}
         for tensor in sorted(checkpoint.tensors, key=dot_natural_key):
             name, pattern = renames(tensor)
             if name not in renames.state:
-                out.unexpected[tensor] = name
+                if not renames.is_elsewhere(tensor):
+                    out.unexpected[tensor] = name
                 continue
             out.first[tensor] = name
             if pattern is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+import torch
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DTypeArgument
@@ -27,7 +30,7 @@ from streamload.planning.dequantize import asked, dequantized
 from streamload.planning.match import same_bytes
 from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source
-from streamload.transformers.configuration import Wanted, configuration_of, on_meta
+from streamload.transformers.configuration import Wanted, configuration_of, on_meta, outer_of
 from streamload.transformers.dtypes import Dtypes
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantizers.coded import CodedCheckpoint
@@ -70,7 +73,7 @@ class Prepared:
 
         `name`: the configuration's ``name_or_path``; `dtype`: the caller's ``dtype=``.
         """
-        config = configuration_of(checkpoint, wanted)
+        config, stored = configuration_of(checkpoint, wanted), checkpoint
         checkpoint = dequantized(checkpoint, asked(checkpoint, DTypePolicy(), blocks=True))
         if wanted.config is not None or wanted.changes:  # the size of the KV cache depends on it
             checkpoint = replace(checkpoint, config=config.to_dict())
@@ -79,6 +82,8 @@ class Prepared:
         mapping, quantizer = wanted.key_mapping, quantized.quantizer
         dtypes = Dtypes.choose(checkpoint, config, dtype, options, devices).updated(quantizer)
         model = on_meta(checkpoint, config, wanted, dtypes.main)
+        model.config.name_or_path = name  # an Auto class may have taken a part of `config`
+        outer = outer_of(stored, model, wanted, dtypes.main)
         if wanted.distribution is not None:
             if type(quantized) is not Quantization:
                 raise CheckpointError(
@@ -87,11 +92,11 @@ class Prepared:
                     expected="weights of floats",
                 )
             model = wanted.distribution.apply(model)
-        quantized.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer))
+        quantized.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer, outer))
         if wanted.converted is not None:
             names = Names.of_converted(model, checkpoint, wanted.converted)
         else:
-            names = Names.of(model, checkpoint, mapping, quantizer)
+            names = Names.of(model, checkpoint, mapping, quantizer, outer)
         quantized.check(model, names)
         names.check(options)
         untie(names, stored_alike)
@@ -149,11 +154,13 @@ class Prepared:
 
     def finish(self, report: LoadReport) -> None:
         """Initialize tensors that the checkpoint lacks, and make the loaded model ready for use."""
-        self.quantized.assemble(self.model)
-        initialise_the_rest(self.model, self.checkpoint, report)
-        finish(self.names, report, self.wanted)
-        self.quantized.finish(self.model)
-        as_coded(self.model, getattr(self.model, "hf_quantizer", None))
+        is_meta = torch.get_default_device().type == "meta"  # where nothing can be computed
+        with torch.device("cpu") if is_meta else nullcontext():
+            self.quantized.assemble(self.model)
+            initialise_the_rest(self.model, self.checkpoint, report)
+            finish(self.names, report, self.wanted)
+            self.quantized.finish(self.model)
+            as_coded(self.model, getattr(self.model, "hf_quantizer", None))
 
 
 def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantization:
@@ -173,8 +180,7 @@ def filling(
     return {
         **options,
         "dtype": dtype,
-        # without any match the load itself warns, of all names
-        "rename": (lambda name: name if name in fill else None) if fill else None,
+        "rename": lambda name: name if name in fill else None,
         "mapping": fill,
         "strict": False,
         "reserve": parse_bytes(options["reserve"]) + beside_nbytes,

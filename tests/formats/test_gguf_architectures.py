@@ -129,6 +129,18 @@ def test_settings_come_back(name: str, more: dict[str, Any], tmp_path: Path) -> 
         assert fields["phi3.rope.scaling.attn_factor"] == np.float32(scale)
 
 
+def test_a_default_is_no_word_of_a_small_vocabulary(tmp_path: Path) -> None:
+    """Phi-3's padding, 32,000 where nothing is stated, is left out; a stated one stays."""
+    for padding in (None, 3):
+        folder, out = tmp_path / f"in{padding}", tmp_path / f"out{padding}"
+        model = small_model("phi3", pad_token_id=padding)
+        model.save_pretrained(folder)
+        quiet(folder, out, to="gguf", dtype="float32")
+        opened = streamload.transformers.from_pretrained(out / "model.gguf", strict=True)
+        assert opened.config.vocab_size <= 32_000
+        np.testing.assert_allclose(logits(opened), logits(model), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [

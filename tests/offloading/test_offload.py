@@ -146,6 +146,33 @@ def test_a_stack_of_encoder_layers_streams(tmp_path: Path) -> None:
             assert offloaded.plan.residency.streams
 
 
+def test_modules_of_torchscript_stay(tmp_path: Path) -> None:
+    """A child that `torch.jit` compiled keeps its weights on the device; the others stream."""
+
+    def build(*scripted: int) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(48, 48), nn.ReLU()) for _ in range(4)]
+        traced = torch.jit.trace(nn.Linear(48, 48), torch.zeros(1, 48))
+        both = [torch.jit.script(one) if at in scripted else one for at, one in enumerate(layers)]
+        return nn.Sequential(traced, *both).eval()
+
+    path = models.save(build(), tmp_path / "own")
+    x = torch.randn(2, 48)
+    with torch.no_grad():
+        expected = build()(x)
+        for scripted, streams in (((), True), ((3,), True), ((0, 1, 2, 3), False)):
+            model = build(*scripted)
+            budget = 40_000 if streams else None
+            with streamload.offload(model, path, device="cpu", budget=budget) as offloaded:
+                for _ in range(4):  # TorchScript compiles again once it knows shapes
+                    assert torch.equal(model(x), expected)
+            stays = offloaded.plan.residency.stays
+            assert {"0", *(str(at + 1) for at in scripted)} <= {
+                each.split(".")[0] for each in stays
+            }
+            assert bool(offloaded.plan.residency.streams) == streams
+
+
 def test_two_models_are_offloaded_at_once_and_one_again_after_it_was_closed(tmp_path: Path) -> None:
     """Each has slots of its own; a closed model says why it does not run, and can be offloaded."""
     expected, offloaded, running = {}, {}, {}

@@ -105,6 +105,18 @@ NAMES: dict[str, tuple[Callable[[str], str], str]] = {
         lambda name: "base_model.model." + name,
         'rename=lambda name: name.removeprefix("base_model.model.")',
     ),
+    "compile, of layers": (
+        lambda name: name.replace(".layer.0.", ".layer.0._orig_mod."),
+        'rename=lambda name: name.replace("._orig_mod.", ".")',
+    ),
+    "compile, in layers": (
+        lambda name: name.replace(".attention.", ".attention._orig_mod."),
+        'rename=lambda name: name.replace("._orig_mod.", ".")',
+    ),
+    "a merged adapter": (
+        lambda name: name.replace(".query.", ".query.base_layer."),
+        'rename=lambda name: name.replace(".base_layer.", ".")',
+    ),
     "another body": (
         lambda name: name.replace("bert.", "model.encoder.", 1),
         'rename=lambda name: "bert." + name.removeprefix("model.encoder.") '

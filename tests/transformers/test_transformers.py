@@ -994,7 +994,7 @@ def test_a_checkpoint_with_nothing_of_the_model_makes_a_new_one(tmp_path: Path) 
     folder = saved(tmp_path, "llama")
     rewrite(folder, lambda t: {f"other.{k}": v for k, v in t.items()})
     torch.manual_seed(3)
-    with pytest.warns(UserWarning, match="fills 0 of the model's") as warned:
+    with pytest.warns(UserWarning, match="fills 0 of the model's .* 21 of its 21 tens") as warned:
         found = load(folder, strict=False)
     assert len(warned) == 1
     torch.manual_seed(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = ["hub"]
 
 import safetensors.torch as st  # noqa: E402
 from transformers_helpers import (  # noqa: E402
+    GROUPED,
     MODELS,
     assert_same,
     assert_same_bits,
@@ -238,6 +240,122 @@ def test_a_body_out_of_a_larger_checkpoint(tmp_path: Path) -> None:
     llama = saved(tmp_path / "llama", "llama")
     found = load(llama, model_class=transformers.AutoModel)
     assert_same(found, transformers.LlamaModel.from_pretrained(llama))
+
+
+_TEXT = {**GROUPED, "head_dim": 8}
+_SEES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+_SEES |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+#: Class and configuration of a multimodal model, and classes of its parts.
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "Gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {"text_config": _TEXT, "vision_config": _SEES, "mm_tokens_per_image": 4},
+        ("Gemma3ForCausalLM", "Gemma3TextModel"),
+    ),
+    "Gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": {
+                **{**_TEXT, "global_head_dim": 8, "hidden_size_per_layer_input": 8},
+                **{"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0},
+            },
+            "vision_config": {**_SEES, "num_key_value_heads": 2, "head_dim": 16},
+            "audio_config": None,
+        },
+        ("Gemma4ForCausalLM", "Gemma4TextModel"),
+    ),
+    "Qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": {
+                **{**_TEXT, **_LINEAR, "linear_value_head_dim": 8},
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            "vision_config": {
+                **{"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2},
+                **{"patch_size": 4, "out_hidden_size": 32, "num_position_embeddings": 16},
+            },
+        },
+        ("Qwen3_5ForCausalLM", "Qwen3_5TextModel", "Qwen3_5VisionModel", "AutoModelForCausalLM"),
+    ),
+    "Llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama", **_TEXT, "tie_word_embeddings": True},
+            "vision_config": {"model_type": "clip_vision_model", "projection_dim": 16, **_SEES},
+        },
+        ("LlamaForCausalLM", "CLIPVisionModel"),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_part_of_a_multimodal_model(tmp_path: Path, family: str) -> None:
+    """A class of its text or its eyes takes its configuration and its tensors, and no others."""
+    class_name, settings, parts = MULTIMODAL[family]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**settings)
+    getattr(transformers, class_name)(config).save_pretrained(tmp_path)
+    whole = load(tmp_path)
+    held = {raw(tensor) for tensor in tensors_of(whole).values()}
+    ids = torch.arange(6)[None]
+    for name in parts:
+        for given in ({}, {"config": whole.config}):
+            part = load(tmp_path, model_class=getattr(transformers, name), strict=True, **given)
+            assert part.config.name_or_path == str(tmp_path)
+            assert not part.streamload_report.missing
+            assert {raw(tensor) for tensor in part.state_dict().values()} <= held
+            if name.endswith("ForCausalLM"):
+                with torch.no_grad():
+                    assert torch.equal(part(ids).logits, whole(ids).logits)
+    if family != "Gemma4":  # fewer layers of that share caches that are not there
+        fewer: dict[str, Any] = {"num_hidden_layers": 1}
+        fewer |= {"layer_types": ["linear_attention"]} if family == "Qwen3_5" else {}
+        with pytest.warns(UserWarning, match=r"not in the model, and ignored \(.*layers\.1\."):
+            part = load(tmp_path, model_class=getattr(transformers, parts[0]), **fewer)
+        assert part.config.num_hidden_layers == 1
+
+
+def test_a_class_for_another_configuration_is_refused(tmp_path: Path) -> None:
+    """Where the model cannot be built, the classes of both are named."""
+    config = transformers.LlamaConfig(**GROUPED)
+    with pytest.raises(CheckpointError, match=r"built.*expected T5Config.*found LlamaConfig"):
+        load(saved(tmp_path, "llama"), model_class=transformers.T5Model, config=config)
+
+
+@pytest.mark.parametrize("name", ["cls", "config_dict"])
+def test_names_of_transformers_own_parameters_are_no_settings(tmp_path: Path, name: str) -> None:
+    """They are refused as any unknown argument."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        load(saved(tmp_path, "llama"), **{name: 1})
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"quant": "nf4"}])
+def test_inside_of_a_meta_device(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Under ``torch.device("meta")`` a model comes to its device, with values."""
+    folder = saved(tmp_path, "llama", intermediate_size=64)
+    with torch.device("meta"):
+        found, default = load(folder, **options), load(folder, device=None)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, load(folder, **options)(ids).logits)
+    assert default.device.type != "meta"
+
+
+@pytest.mark.parametrize("infix", ["_orig_mod", "base_layer", "_checkpoint_wrapped_module"])
+def test_wrappers_leave_names(tmp_path: Path, infix: str) -> None:
+    """Of layers, and of modules in them, that were wrapped when they were saved."""
+    folder = saved(tmp_path, "llama")
+    expected = reference(folder, "llama")
+
+    def wrapped(tensors: dict[str, Any]) -> dict[str, Any]:
+        names = {name: re.sub(r"(layers\.\d+\.)", rf"\1{infix}.", name) for name in tensors}
+        return {names[n].replace(".mlp.", f".mlp.{infix}."): t for n, t in tensors.items()}
+
+    rewrite(folder, wrapped)
+    assert_same(load(folder, strict=True), expected)
 
 
 def test_variants_and_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,14 @@ def config_of(
         found["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
     found |= _of_windows(architecture, metadata, found) | _of_tensors(model, found, shapes)
     found |= {ours: metadata[key] for key, ours in TOKENS.items() if type(metadata.get(key)) is int}
+    padding = found.pop("pad_token_id", None)
+    words = found.get("vocab_size")
     return {
         "architectures": [architecture.models[model]],
         "model_type": model,
         **{key: value for key, value in found.items() if value is not None},
+        # stated if there is none, too: transformers' default may be no word of this vocabulary
+        "pad_token_id": padding if words is None or (padding or 0) < words else None,
         "tie_word_embeddings": "output.weight" not in shapes,
     }
 
