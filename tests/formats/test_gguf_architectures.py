@@ -273,7 +273,7 @@ def test_experts_whose_rows_are_in_two_files(tmp_path: Path) -> None:
     write(path, tensors, config=model.config)
     assert "blk.1.ffn_gate_exps.weight" in open_checkpoint(path).tensors
     with pytest.raises(StateDictMismatchError, match=r"1 missing.*blk\.1\.ffn_gate_exps"):
-        streamload.transformers.from_pretrained(path)
+        streamload.transformers.from_pretrained(path, strict=True)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3moe", "gpt-oss", "falcon-40b", "stablelm-12b"])
