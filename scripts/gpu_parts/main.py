@@ -134,14 +134,14 @@ class Run:
 def main(args: argparse.Namespace) -> int:
     """Run what is asked for; return the exit status."""
     begun = time.monotonic()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     room = args.work or _room(0 if args.rehearse else _ROOM_NBYTES)
     with tempfile.TemporaryDirectory(prefix="streamload-gpu-", dir=room) as work:
         until = begun + args.minutes * 60 - _LAST_S
         device = "cpu" if args.rehearse else "cuda:0"
         run = Run(args.json, until, Path(work), device, args.rehearse, _before(args))
         ends = [threading.Timer(max(run.left_s, 0), run.kill)]
-        # whatever hangs: results are on the disk
-        ends.append(threading.Timer(max(run.left_s, 0) + _LAST_S * 2 / 3, os._exit, (1,)))
+        ends.append(threading.Timer(max(run.left_s, 0) + _LAST_S * 2 / 3, _give_up, (run,)))
         for end in ends:
             end.daemon = True
             end.start()
@@ -153,6 +153,12 @@ def main(args: argparse.Namespace) -> int:
     for end in ends:
         end.cancel()
     return status
+
+
+def _give_up(run: Run) -> None:
+    """End, whatever hangs: results are in their file."""
+    subprocess.Popen(["rm", "-rf", run.work], start_new_session=True)
+    os._exit(1)
 
 
 def _run(run: Run, only: str) -> int:
@@ -271,32 +277,38 @@ def _tested(run: Run, file: str, until: float) -> None:
             log.seek(0)
             said = log.read().decode(errors="replace")
         lines = outcomes.read_text().splitlines() if outcomes.exists() else []
-    _count(facts, list(map(json.loads, lines)))
+    begun_last = _count(facts, lines)
     code = process.returncode
     if not facts["ended"] and code < 0:
         facts["ended"] = f"killed by {signal.Signals(-code).name}"
     elif not facts["ended"] and code not in (0, 1, 5):
         facts["ended"] = f"pytest: exit status {code}"
     if facts["ended"]:
-        facts["last"], facts["log"] = facts.pop("begun", ""), said[-_MOST_TRACE:]
-    facts.pop("begun", None)
+        facts["ended"] += f" in {begun_last}" * bool(begun_last)
+        facts["log"] = said[-_MOST_TRACE:]
     run.add("tests", "file", facts)
     counts = ", ".join(f"{facts[key]} {key}" for key in ("passed", "failed", "skipped"))
     _say(f"{file}: {counts} in {facts['seconds']} s {facts['ended']}".rstrip())
 
 
-def _count(facts: dict[str, Any], outcomes: Sequence[Mapping[str, Any]]) -> None:
-    """Add what a file's tests said: counts, reasons, and the test that began last."""
-    for one in outcomes:
+def _count(facts: dict[str, Any], lines: Sequence[str]) -> str:
+    """Add what a file's tests said: counts and reasons; return the test that began last."""
+    begun = ""
+    for line in lines:
+        try:
+            one = json.loads(line)
+        except ValueError:  # it was killed as it wrote
+            break
         outcome, why = one["outcome"], one.get("why", "")
         if outcome == "begun":
-            facts["begun"] = one["test"]
+            begun = one["test"]
         elif outcome in ("passed", "failed", "skipped"):
             facts[outcome] += 1
         if outcome == "skipped":
             facts["skips"][why] = facts["skips"].get(why, 0) + 1
         elif outcome == "failed":
             facts["failures"][one["test"]] = why
+    return begun
 
 
 # --- files and what plain torch computes ----------------------------------------------------------
@@ -455,7 +467,8 @@ def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
                 seconds[step] = round(said.pop("seconds"), 4)
                 if why := said.pop("wrong", ""):
                     wrong.append(f"{step}: {why}")
-                facts |= {key: value for key, value in said.items() if key != "cpu_s"}
+                for key in said.keys() - {"cpu_s"}:
+                    facts[key] = max(facts.get(key, 0), said[key])
     except MeasurementError as error:
         why = "out of time" if run.left_s <= 0 else str(error)
         wrong.append(f"{why} after {list(seconds)[-1]}" if seconds else why)
@@ -492,7 +505,8 @@ def _print(run: Run) -> int:
         table.append((row["name"], said, *took, error, *sizes))
     titles = ("row", "", "open, s", "first", "pass", "idle", "generate", "error", "device", "host")
     print(f"\n{run.found.get('device', run.device)}, {run.found['seconds']} s")
-    print(*format_table(titles, table, right=8), sep="\n")
+    if table:
+        print(*format_table(titles, table, right=8), sep="\n")
     tests = run.found["tests"]
     counted = [
         (test["file"], *(str(test[key]) for key in ("passed", "failed", "skipped", "seconds")))

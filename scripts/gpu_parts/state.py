@@ -64,7 +64,9 @@ def arguments() -> argparse.Namespace:
         "the same sources are kept",
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="tiny models on the CPU; --json is needed to keep"
+        "--rehearse",
+        action="store_true",
+        help="tiny models on the CPU and no tests; results are kept with --json alone",
     )
     parser.add_argument("--json", type=Path, help="the file for results (docs/gpu.json)")
     parser.add_argument("--work", type=Path, help="a folder for 56 GB of files (/dev/shm)")
