@@ -20,7 +20,7 @@ from streamload.core.location import Location, Url, is_url
 from streamload.core.units import format_bytes
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files import hub
-from streamload.files.header import some
+from streamload.files.header import describe, some
 from streamload.files.hub import HubFile
 
 #: Begins the name of a repository, or of one of its files, where a path could be meant as well.
@@ -30,6 +30,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+(/[\w.-]+)*)?", re.ASCII)
 _CONFIG = "config.json"
 _A_FILE = re.compile(r".*\.(safetensors|gguf|bin|pth?|irpa|npz|json)", re.IGNORECASE)
 _RESOLVED = re.compile(r"(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<path>.*)")
+_COMMIT = re.compile("[0-9a-f]{40}")
 _FORM = f"{SCHEME}org/name[@revision][/file]"
 
 
@@ -152,18 +153,31 @@ def _listed(
     text: Location | str, asked: Repository, instead: Callable[[], Path | None] = lambda: None
 ) -> HubFile | Path:
     """Ask the hub for a repository's commit and files; return the file or folder, or `instead`."""
-    api = hub.library(text).HfApi(endpoint=hub.settings().ENDPOINT, library_name="streamload")
-    call = partial(api.model_info, asked.name, revision=asked.revision, files_metadata=True)
-    found = hub.ask(text, call, instead=instead)
+    found = hub.described(text, asked.name, asked.revision, instead)
     if isinstance(found, Path):
         return found
-    files = {each.rfilename: each.size or 0 for each in found.siblings or ()}
-    _listings[hub.settings().ENDPOINT, asked.name, found.sha] = _Listing(files, asked.revision)
+    commit, siblings = found.get("sha"), found.get("siblings")
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise _invalid(text, "sha", "40 hexadecimal digits", commit)
+    files = {}
+    for number, each in enumerate(siblings if isinstance(siblings, list) else [siblings]):
+        if not isinstance(each, dict) or not isinstance(name := each.get("rfilename"), str):
+            raise _invalid(text, f"siblings[{number}]", "an object with a rfilename", each)
+        nbytes = each.get("size") or 0
+        if type(nbytes) is not int or nbytes < 0:
+            raise _invalid(text, f"the size of {name!r}", "a number of bytes", nbytes)
+        files[name] = nbytes
+    _listings[hub.settings().ENDPOINT, asked.name, commit] = _Listing(files, asked.revision)
     path = _inside(files, asked.path.rstrip("/"))
     if path is None:
         problem = "no such file in the repository"
         raise ShardNotFoundError(text, problem, found=some(sorted(files)))
-    return HubFile(asked.name, found.sha, path)
+    return HubFile(asked.name, commit, path)
+
+
+def _invalid(where: Location | str, field: str, expected: str, found: object) -> CheckpointError:
+    problem = f"{field} in the hub's answer is invalid"
+    return CheckpointError(where, problem, expected, describe(found))
 
 
 def _inside(files: Mapping[str, int], path: str) -> str | None:

@@ -36,6 +36,7 @@ from streamload.conversion.plan import (
 from streamload.conversion.quantize import coded_otherwise
 from streamload.conversion.writing import Writer, check_written, weight_of
 from streamload.core.dtypes import DTypeArgument
+from streamload.core.interrupt import deferred_interrupt
 from streamload.core.location import Url, is_foreign, without_secrets
 from streamload.core.patterns import Patterns, Selection
 from streamload.core.progress import Progress, reporting
@@ -282,9 +283,10 @@ def convert(
             job.destination.check_room()
             return ConvertReport(plan, clock.seconds, dry_run=True)
         with ExitStack() as locks:
-            for folder in job.destination.folders():
-                locks.enter_context(disk.locked(plan.destination / folder))
-            locks.enter_context(job.destination.opened())
+            with deferred_interrupt():  # else a traceback may keep a lock
+                for folder in job.destination.folders():
+                    locks.enter_context(disk.locked(plan.destination / folder))
+                locks.enter_context(job.destination.opened())
             report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
         job.destination.remove_empty_folders()
         return report
@@ -369,16 +371,16 @@ class _Conversion:
             if verify:
                 self._verify(finished, self._plan.destination, progress)
         else:
-            journal = self._journal(resume=resume, overwrite=overwrite)
-            resumed = len(journal.finished)
-            try:
-                read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
-            except OSError as error:
-                # errors of files opened in a folder have the last part of their path alone
-                path = self._plan.destination / os.fsdecode(error.filename or "")
-                raise disk.unwritable(path, error) from error
-            finally:
-                journal.close()
+            with ExitStack() as opened:
+                with deferred_interrupt():  # until the journal is one to close
+                    journal = self._journal(opened, resume=resume, overwrite=overwrite)
+                resumed = len(journal.finished)
+                try:
+                    read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
+                except OSError as error:
+                    # errors of files opened in a folder have the last part of their path alone
+                    path = self._plan.destination / os.fsdecode(error.filename or "")
+                    raise disk.unwritable(path, error) from error
             self.destination.clean()
             finished = self._by_key(journal)
             out_of_range = self._plan.options["out_of_range"]
@@ -410,20 +412,22 @@ class _Conversion:
             self._verify(self._by_key(journal), self._plan.destination, progress)
         return read_nbytes
 
-    def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
-        """Return the journal to resume, or a new one in an emptied ``.streamload``."""
+    def _journal(self, opened: ExitStack, *, resume: bool, overwrite: bool) -> Journal:
+        """Return the journal to resume, or a new one in an emptied folder; ``opened`` closes it."""
         to = self.destination
         with disk.writing_to(to.path):
             if resume:
                 self._check_versions()
             journal = Journal.resume(to.root, self._first) if resume else None
             if journal is not None:
+                opened.callback(journal.close)
                 if journal.published is None:
                     self._forget_lost(journal)
                     to.check_room()
                 return journal
             to.begin()
             journal = Journal.begin(to.root, self._first, replaces=overwrite)
+            opened.callback(journal.close)
             sync_folder(to.work)
             sync_folder(to.path)
             return journal
@@ -589,7 +593,8 @@ def _length(path: Path) -> int | None:
 def _fetch(source: Url, root: Folder, path: str) -> None:
     """Download a small file to ``path`` in ``root``; CheckpointError if JSON is cut off."""
     root.unlink(path)
-    with open(root.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    with root.open(path, flags) as fd, open(fd, "w+b", closefd=False) as file:
         remote.download(source, file, LARGEST_COPIED_NBYTES)
         file.flush()
         if path.endswith(".json") and not _ends_as_json(file):

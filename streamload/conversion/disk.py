@@ -22,7 +22,8 @@ from typing import Self
 
 from streamload.checkpoint.digests import digest_of
 from streamload.conversion.checksums import FileSum
-from streamload.core.system import libc, read_at, sync, sync_folder
+from streamload.core.interrupt import deferred_interrupt
+from streamload.core.system import Descriptor, libc, read_at, sync, sync_folder
 from streamload.errors import CheckpointError
 from streamload.files.header import is_there, unreadable
 
@@ -81,29 +82,29 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Open the folder; ``path`` itself may be a link."""
         self.path = path
-        self._fd = os.open(path, _A_FOLDER)
+        self._own = Descriptor(path, _A_FOLDER)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        os.close(self._fd)
+        self._own.close()
 
     @contextmanager
     def _above(self, path: str) -> Iterator[tuple[int, str]]:
         """Open the folder that a path is in; yields its descriptor, and the path's last part."""
         *folders, name = path.split("/")
         with ExitStack() as opened:
-            fd = self._fd
+            fd = self._own.fd
             for n, part in enumerate(folders, 1):
-                fd = _open_unlinked(fd, part, _A_FOLDER, self.path.joinpath(*folders[:n]))
-                opened.callback(os.close, fd)
+                inner = _open_unlinked(fd, part, _A_FOLDER, self.path.joinpath(*folders[:n]))
+                fd = opened.enter_context(inner)
             yield fd, name
 
-    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        """Open a file as `os.open`; returns a descriptor, which the caller closes."""
+    def open(self, path: str, flags: int, mode: int = 0o666) -> Descriptor:
+        """Open a file as `os.open`."""
         with self._above(path) as (fd, name):
-            return _open_unlinked(fd, name, flags | os.O_CLOEXEC, self.path / path, mode)
+            return _open_unlinked(fd, name, flags, self.path / path, mode)
 
     def make(self, path: str, mode: int = 0o777) -> None:
         """Make a folder and those above it if they are missing."""
@@ -112,15 +113,12 @@ class Folder:
             with self._above("/".join(parts[:end])) as (fd, name):
                 with suppress(FileExistsError):
                     os.mkdir(name, mode, dir_fd=fd)
-                os.close(_open_unlinked(fd, name, _A_FOLDER, self.path.joinpath(*parts[:end])))
+                _open_unlinked(fd, name, _A_FOLDER, self.path.joinpath(*parts[:end])).close()
 
     def names(self, path: str) -> list[str]:
         """Return the names in a folder."""
-        fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with self.open(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             return os.listdir(fd)
-        finally:
-            os.close(fd)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
@@ -134,9 +132,10 @@ class Folder:
 
     def remove_tree(self, path: str) -> None:
         """Remove a folder and all in it, or a link itself, if it exists."""
-        with self._above(path) as (fd, name):
+        # shutil does not close a folder that it has just opened
+        with deferred_interrupt(), self._above(path) as (fd, name):
             try:
-                os.close(_open_unlinked(fd, name, _A_FOLDER, self.path / path))
+                _open_unlinked(fd, name, _A_FOLDER, self.path / path).close()
             except FileNotFoundError:
                 return
             except CheckpointError:
@@ -151,15 +150,14 @@ class Folder:
 
     def restrict(self, path: str, allowed: int) -> None:
         """Remove all permissions of a file that the mode ``allowed`` lacks."""
-        with open(self.open(path, os.O_RDONLY), "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            os.fchmod(file.fileno(), mode & allowed)
+        with self.open(path, os.O_RDONLY) as fd:
+            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & allowed)
 
     def write(self, path: str, data: Iterable[bytes], mode: int | None = None) -> None:
         """Write a new small file and sync it; ``mode``: its permissions, None for the default."""
         self.unlink(path)  # an earlier run's, which may be read-only
-        fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with open(fd, "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with self.open(path, flags) as fd, open(fd, "wb", closefd=False) as file:
             file.writelines(data)
             file.flush()
             if mode is not None:
@@ -167,10 +165,10 @@ class Folder:
             os.fsync(fd)
 
 
-def _open_unlinked(fd: int, name: str, flags: int, path: Path, mode: int = 0o666) -> int:
+def _open_unlinked(fd: int, name: str, flags: int, path: Path, mode: int = 0o666) -> Descriptor:
     """Open a name in the folder ``fd``, not through a link; ``path`` names it in errors."""
     try:
-        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=fd)
+        return Descriptor(name, flags | os.O_NOFOLLOW, mode, fd)
     except OSError as error:
         with suppress(OSError):
             found = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -202,7 +200,7 @@ class Output:
         self._lock = threading.Lock()
         self._lost: OSError | None = None
         with writing_to(name):
-            self._fd = folder.open(path, os.O_RDWR | os.O_CREAT)
+            self._own = folder.open(path, os.O_RDWR | os.O_CREAT)
 
     def write(self, start: int, data: memoryview) -> None:
         """Write bytes from ``start`` on, and start their transfer to the disk."""
@@ -252,10 +250,13 @@ class Output:
     def close(self) -> None:
         """Drop the file's cached pages and close it; may be called twice."""
         with self._lock:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                _drop_range(fd, 0, 0)
-                os.close(fd)
+            if self._fd >= 0:
+                _drop_range(self._fd, 0, 0)
+                self._own.close()
+
+    @property
+    def _fd(self) -> int:
+        return self._own.fd
 
 
 def _sync_range(fd: int, start: int, nbytes: int, flags: int) -> None:
@@ -279,7 +280,10 @@ def pieces(source: Path) -> Iterator[bytes]:
     """Yield a source file's bytes, 1 MiB at a time; raises CheckpointError if unreadable."""
     try:
         # links were resolved, within their bounds, when the file was listed
-        with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        with (
+            Descriptor(source, os.O_RDONLY | os.O_NOFOLLOW) as fd,
+            open(fd, "rb", closefd=False) as file,
+        ):
             while piece := file.read(_PIECE_NBYTES):
                 yield piece
     except OSError as error:
@@ -296,9 +300,9 @@ def file_sum(path: Path) -> str:
 
 def extend(folder: Folder, path: str, nbytes: int) -> None:
     """Extend a file to its final length with zeros, which padding after the last tensor needs."""
-    with writing_to(folder.path / path), open(folder.open(path, os.O_RDWR), "r+b") as file:
-        if os.fstat(file.fileno()).st_size < nbytes:
-            file.truncate(nbytes)
+    with writing_to(folder.path / path), folder.open(path, os.O_RDWR) as fd:
+        if os.fstat(fd).st_size < nbytes:
+            os.ftruncate(fd, nbytes)
 
 
 def file_digest(path: Path) -> str:
@@ -319,11 +323,10 @@ def locked(destination: Path) -> Iterator[None]:
     with ExitStack() as opened:
         # called last
         opened.callback(_remove_empty, made)
-        with writing_to(destination):
+        with writing_to(destination), deferred_interrupt():
             destination.mkdir(parents=True, exist_ok=True)
             to = opened.enter_context(Folder(destination))
-            fd = _lock(to)
-            opened.callback(os.close, fd)
+            opened.enter_context(_lock(to))
             opened.callback(_unlock, to)
             for folder in reversed(made):
                 with suppress(PermissionError):  # it can be written and not read
@@ -346,27 +349,27 @@ def _unlock(destination: Folder) -> None:
             destination.rmdir(WORK)
 
 
-def _lock(destination: Folder) -> int:
-    """Lock a destination; returns the descriptor that holds the lock until it is closed."""
+def _lock(destination: Folder) -> Descriptor:
+    """Lock a destination; returns the file that holds the lock until it is closed."""
     while True:
         # unfinished files are as private as finished ones
         destination.make(WORK, 0o700)
         try:
-            fd = destination.open(f"{WORK}/lock", os.O_RDWR | os.O_CREAT, 0o600)
+            own = destination.open(f"{WORK}/lock", os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:  # another one has just finished and cleaned up
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(own.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(fd)
+            own.close()
             raise CheckpointError(
                 destination.path, "another conversion is being written there"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                os.close(fd)
+                own.close()
                 raise
         with suppress(OSError):  # the file may have been removed
-            if os.path.samestat(os.fstat(fd), os.stat(destination.path / WORK / "lock")):
-                return fd
-        os.close(fd)
+            if os.path.samestat(os.fstat(own.fd), os.stat(destination.path / WORK / "lock")):
+                return own
+        own.close()

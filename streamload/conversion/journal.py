@@ -20,7 +20,7 @@ from streamload.codecs.cast_table import CastCounts
 from streamload.codecs.parts import QuantCounts
 from streamload.conversion.disk import WORK, Folder
 from streamload.core.bounded_json import parse_json
-from streamload.core.system import sync
+from streamload.core.system import Descriptor, sync
 from streamload.errors import CheckpointError
 
 #: Version of the journal, in its first line.
@@ -72,14 +72,14 @@ def noted_verdict(folder: Path) -> dict[str, Any]:
 class Journal:
     """A log file of a conversion's finished tensors, by which a later call resumes it."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, own: Descriptor) -> None:
         # by the tensor's number in `ConvertPlan.tensors`
         self.finished: dict[int, Finished] = {}
         # Once all tensors are finished: the path of each file to publish, in order, and its digest;
         # "" for files of tensors, which have digests of their own.
         self.published: dict[str, str] | None = None
         self.replaces = False  # whether a checkpoint in the destination may be replaced
-        self._fd = fd
+        self._own = own
 
     @classmethod
     def begin(cls, folder: Folder, first: Mapping[str, Any], *, replaces: bool) -> Self:
@@ -104,13 +104,13 @@ class Journal:
         Raises CheckpointError if its first line, see `begin`, differs from ``first``.
         """
         try:
-            fd = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND)
+            own = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
             return None
-        made = cls(fd)
+        made = cls(own)
         with ExitStack() as unless_resumed:
             unless_resumed.callback(made.close)
-            with open(fd, "rb", closefd=False) as file:
+            with open(own.fd, "rb", closefd=False) as file:
                 whole = _whole_lines(file.read())
             if not whole:
                 return None
@@ -129,7 +129,7 @@ class Journal:
                 except (TypeError, ValueError):  # damaged: the lines after it are ignored
                     break
                 end = line_end
-            os.ftruncate(fd, end)
+            os.ftruncate(own.fd, end)
             unless_resumed.pop_all()
         return made
 
@@ -152,7 +152,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the journal's file."""
-        os.close(self._fd)
+        self._own.close()
 
     def _take(self, line: Mapping[str, Any]) -> None:
         """Update this journal by a line that was read; TypeError or ValueError if it is damaged."""
@@ -177,14 +177,14 @@ class Journal:
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append lines and sync them to the disk, or raise OSError and append nothing."""
         data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-        before = os.fstat(self._fd).st_size
+        before = os.fstat(self._own.fd).st_size
         try:
             done = 0
             while done < len(data):
-                done += os.write(self._fd, data[done:])
-            sync(self._fd)
+                done += os.write(self._own.fd, data[done:])
+            sync(self._own.fd)
         except OSError:
-            os.ftruncate(self._fd, before)  # a full disk may have taken half a line
+            os.ftruncate(self._own.fd, before)  # a full disk may have taken half a line
             raise
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from streamload.core.system import Descriptor
 from streamload.core.units import merged
 
 _PRESENT, _FILE_OR_SHARED, _EXCLUSIVE = 1 << 63, 1 << 61, 1 << 56
@@ -95,8 +96,7 @@ def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
     ``runs`` are (first, stop exclusive) page numbers.
     """
     found: list[tuple[_Flags, _Flags]] = [(np.zeros(0, np.bool_), np.zeros(0, np.bool_))]
-    fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with Descriptor("/proc/self/pagemap", os.O_RDONLY) as fd:
         for first, stop in runs:
             for at, end in pairwise([*range(first, stop, _MOST_ENTRIES), stop]):
                 raw = os.pread(fd, (end - at) * _ENTRY_NBYTES, at * _ENTRY_NBYTES)
@@ -106,7 +106,5 @@ def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
                 present = entries & _PRESENT != 0
                 mine = entries & (_EXCLUSIVE | _FILE_OR_SHARED) == _EXCLUSIVE
                 found.append((present & mine, present))
-    finally:
-        os.close(fd)
     private, shared = map(np.concatenate, zip(*found, strict=True))
     return private, shared

@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from streamload.core.interrupt import deferred_interrupt
+
 
 def callers_level() -> int:
     """Return the ``stacklevel`` at which a warning names the line that called streamload."""
@@ -281,16 +283,46 @@ def unmap_pages(first: int, stop: int) -> None:
 sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
 
+class Descriptor:
+    """An open file or folder, closed when nothing holds it: a Ctrl-C in `os.open` loses none."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], flags: int, mode: int = 0o666, folder: int | None = None
+    ) -> None:
+        """Open a path as `os.open`, below ``folder`` if given; raises OSError."""
+        self.fd = -1
+        try:
+            with deferred_interrupt():
+                self.fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=folder)
+        except BaseException:  # its traceback holds this object
+            self.__del__()
+            raise
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        with deferred_interrupt():
+            self.__del__()
+
+    def __del__(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 def sync_folder(folder: Path) -> None:
     """Write a folder's entries to the disk, so that new names last; raises OSError if it fails."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # the filesystem cannot do that for folders
-            raise
-    finally:
-        os.close(fd)
+    with Descriptor(folder, os.O_RDONLY) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the filesystem cannot do that for folders
+                raise
 
 
 def read_at(fd: int, start: int, out: memoryview) -> int:

@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+#: Bytes of a body per second; less is a stall.
+LEAST_RATE = 1024
 _MOST_HEAD_NBYTES = 2**18  # of all headers of one response
 # prefixes of the names of loggers that show URLs
 _LOGGERS = ("httpx", "httpcore", "h11", "huggingface_hub", "boto", "urllib3")
@@ -43,7 +45,15 @@ class StoppedError(Exception):
 
 
 class EndlessError(Exception):
-    """Raised if a response has more than 256 KiB of headers."""
+    """Raised if a response has more than 256 KiB of headers, or is longer than `Paced` allows."""
+
+
+class CompressedError(Exception):
+    """Raised if a response to a library's request is compressed, so that its length is unknown."""
+
+
+class RequestError(Exception):
+    """Raised for an error of a library's request, its cause: the library retries none."""
 
 
 class SettingsError(Exception):
@@ -106,11 +116,21 @@ class Attempt:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Make this the calling thread's try inside the block; connections obey its deadline."""
-        _thread.attempt = self
+        before, _thread.attempt = getattr(_thread, "attempt", None), self
         try:
             yield
         finally:
-            _thread.attempt = None
+            _thread.attempt = before
+
+    def sends(self) -> None:
+        """Note that a request begins."""
+
+    def came(self, nbytes: int) -> None:
+        """Count bytes that came; raise EndlessError for long headers."""
+        if self.head_nbytes is not None:
+            self.head_nbytes += nbytes
+            if self.head_nbytes > _MOST_HEAD_NBYTES:
+                raise EndlessError
 
     def left(self, most: float | None = None) -> float:
         """Return the try's seconds left, at most ``most``; raise StoppedError or OverdueError."""
@@ -153,6 +173,60 @@ class Attempt:
             self._awaited = None
 
 
+class Paced(Attempt):
+    """A call of a library that sends requests itself: all bytes that it awaits have a least rate.
+
+    The rate is 1 KiB a second, on average over twice ``seconds``, from each request on. The time
+    between two waits is the library's own. More than ``most_nbytes`` are an EndlessError.
+    """
+
+    def __init__(
+        self, seconds: float, stopped: threading.Event, most_nbytes: int | None = None
+    ) -> None:
+        super().__init__(2 * seconds, stopped)
+        self.nbytes = 0  # that came
+        self.most_nbytes = most_nbytes
+        self._got = 0  # of the current average
+        self._waited = time.monotonic()  # the end of the last wait
+        self.overdue = f"less than {LEAST_RATE} bytes a second in {2 * seconds:g} s"
+
+    def left(self, most: float | None = None) -> float:
+        now = time.monotonic()
+        self.until, self._waited = self.until + now - self._waited, now
+        return super().left(most)
+
+    def sends(self) -> None:
+        self._waited = time.monotonic()
+        self.until, self._got = self._waited + self._seconds, 0
+
+    def came(self, nbytes: int) -> None:
+        self._waited = time.monotonic()
+        self.nbytes, self._got = self.nbytes + nbytes, self._got + nbytes
+        if self.most_nbytes is not None and self.nbytes > self.most_nbytes + _MOST_HEAD_NBYTES:
+            raise EndlessError
+        if self._got >= self._seconds * LEAST_RATE:
+            self.sends()
+
+
+class _Lent:
+    """A transport of a `Pool` for the client of another library, which gets plain bytes."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def handle_request(self, request: Any) -> Any:
+        """Send a request; raise RequestError or CompressedError."""
+        request.headers["Accept-Encoding"] = "identity"
+        try:
+            response = self._transport.handle_request(request)
+        except httpx().HTTPError as error:
+            raise RequestError from error
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            response.close()
+            raise CompressedError
+        return response
+
+
 class _Backend:
     """Replaces the HTTP library's network backend, so that connecting obeys the try's deadline."""
 
@@ -161,6 +235,7 @@ class _Backend:
         import httpcore2
 
         attempt: Attempt = _thread.attempt
+        attempt.sends()
         future: Future[Any] = Future()
         seconds = attempt.left(timeout)
 
@@ -196,17 +271,21 @@ class _Connection:
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Receive up to ``max_bytes`` bytes; b"" at the end; EndlessError for long headers."""
         attempt = self._owned()
-        with self._bounded(attempt.left(timeout)) as seconds:
-            data: bytes = self._stream.read(max_bytes, seconds)
-        if attempt.head_nbytes is not None:
-            attempt.head_nbytes += len(data)
-            if attempt.head_nbytes > _MOST_HEAD_NBYTES:
-                raise EndlessError
+        try:
+            with self._bounded(attempt.left(timeout)) as seconds:
+                data: bytes = self._stream.read(max_bytes, seconds)
+        except Exception:
+            if time.monotonic() >= attempt.until:
+                raise OverdueError from None
+            raise
+        attempt.came(len(data))
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Send all of ``buffer``."""
-        with self._bounded(self._owned().left(timeout)) as seconds:
+        attempt = self._owned()
+        attempt.sends()
+        with self._bounded(attempt.left(timeout)) as seconds:
             self._stream.write(buffer, seconds)
 
     def start_tls(
@@ -300,6 +379,19 @@ class Pool:
                 self._kept[key] = make()
             found: T = self._kept[key]
             return found
+
+    def lend(self, client: Any) -> None:
+        """Let another client of the HTTP library send by this pool in threads with a `Paced`."""
+        if "_transport_for_url" in vars(client):
+            return
+        usual = client._transport_for_url
+
+        def chosen(url: Any) -> Any:
+            if not isinstance(getattr(_thread, "attempt", None), Paced):
+                return usual(url)
+            return _Lent(self.client()._transport_for_url(url))
+
+        client._transport_for_url = chosen
 
     def client(self) -> Any:
         """Return the client, created once; raise SettingsError for bad proxies or certificates."""

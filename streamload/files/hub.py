@@ -18,19 +18,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from streamload.core.location import Location, Url
 from streamload.core.memory import available_host_nbytes
 from streamload.core.system import filesystem_in_memory
 from streamload.core.units import format_bytes
-from streamload.errors import CheckpointError, DeviceError, ShardNotFoundError, StreamloadError
+from streamload.errors import (
+    CheckpointError,
+    DeviceError,
+    HeaderError,
+    ShardNotFoundError,
+    StreamloadError,
+)
 from streamload.files import connections as wire
-from streamload.files import responses
+from streamload.files import limits, responses
 from streamload.files.connections import Patience
-from streamload.files.header import Header
+from streamload.files.header import Header, parse_json_object
 
 T = TypeVar("T")
+
+_pool = wire.Pool()
 
 #: How a load reads files of the hub: by ranges, or after a download to the local cache.
 Fetch = Literal["auto", "stream", "cache"]
@@ -40,6 +48,8 @@ _CACHED = re.compile(
     r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/|$)(?P<path>.*)"
 )
 _PORTS = {"http": 80, "https": 443}
+# of an answer of the API, which lists a repository's files: 100,000 of them take 25 MB
+_API_NBYTES = 2**25
 _SPARE_NBYTES = 2**30  # left free on the cache's disk
 _SIGNED = (401, 403, 404, 410)  # statuses of a signed URL that has expired
 _STOP_SECONDS = 12.0  # the library's own timeout is 10 s
@@ -216,14 +226,29 @@ class _Failure(NamedTuple):
     answered: bool = True  # whether there was an answer at all
 
 
-def _failure(where: Location | str, error: Exception) -> _Failure:
+def _failure(where: Location | str, error: BaseException | None, attempt: wire.Paced) -> _Failure:
     """Return the error to raise for one of the library, without its text."""
     hub, http = library(where).errors, wire.httpx()
+    if isinstance(error, wire.RequestError):
+        error = error.__cause__
+    if isinstance(error, wire.StoppedError):
+        return _Failure(CheckpointError(where, "reading was stopped"))
+    if isinstance(error, wire.OverdueError):
+        problem = f"cannot be read from {settings().ENDPOINT}: check the network, or HF_ENDPOINT"
+        failed = CheckpointError(where, problem, found=attempt.overdue)
+        return _Failure(failed, 0.0, answered=False)
+    if isinstance(error, wire.EndlessError):
+        most = f"at most {attempt.most_nbytes} bytes"
+        most += ", by limits=" * (attempt.most_nbytes != _API_NBYTES)
+        return _Failure(HeaderError(where, "the hub's answer is too long", most, "more"))
+    if isinstance(error, wire.CompressedError):
+        problem = "the hub compresses what was asked for as it is"
+        return _Failure(CheckpointError(where, problem, "no Content-Encoding"))
     if isinstance(error, hub.OfflineModeIsEnabled):
         return _Failure(offline(where), answered=False)
     if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         # the library has retried
-        return _failure(where, error.__cause__)._replace(wait_seconds=None)
+        return _failure(where, error.__cause__, attempt)._replace(wait_seconds=None)
     if (response := _answer_of(error)) is not None:
         status = response.status_code
         expired = status in _SIGNED and not is_endpoint(str(response.request.url))
@@ -263,35 +288,74 @@ def ask(
     call: Callable[[], T],
     stopped: threading.Event | None = None,
     instead: Callable[[], T | None] = lambda: None,
+    most_nbytes: int | None = None,
 ) -> T:
-    """Return ``call()``, a call of the library, retried by `Patience`.
+    """Return ``call()``, a call of the library, retried by `Patience`, with its least rate.
 
     Args:
         where: the file or repository, for errors.
         call: the call.
         stopped: ends the wait for the next try.
         instead: called if there is no answer; a result other than None is returned.
+        most_nbytes: of the answer; None for any length.
 
     Raises:
         CheckpointError: in place of the library's errors.
     """
-    patience = Patience.from_environment()
+    patience, stopped = Patience.from_environment(), stopped or threading.Event()
     tried = 0
     while True:
+        attempt = wire.Paced(patience.read_seconds, stopped, most_nbytes)
+        _pool.enter()
         try:
-            with wire.hushed():
+            with wire.hushed(), attempt.under_way():
                 return call()
         except (StreamloadError, MemoryError):
             raise
         except Exception as error:
-            failed, wait, answered = _failure(where, error)
+            failed, wait, answered = _failure(where, error, attempt)
+        finally:
+            _pool.leave()
         if not answered and (found := instead()) is not None:
             return found
         tried += 1
         if wait is None or tried >= patience.tries or wait > responses.MOST_WAIT_SECONDS:
             raise failed  # outside of the except clause: the library's error is no context
         backoff = patience.backoff_seconds * 2.0 ** (tried - 1)
-        (stopped or threading.Event()).wait(max(wait, min(backoff, patience.most_backoff_seconds)))
+        stopped.wait(max(wait, min(backoff, patience.most_backoff_seconds)))
+
+
+def _lend(hub: Any) -> Any:
+    """Let the library send over `_pool`; return its client. A program's own stays as it is."""
+    http, client = hub.utils._http, hub.get_session()
+    if http._GLOBAL_CLIENT_FACTORY is http.default_client_factory:
+        _pool.lend(client)
+    return client
+
+
+def described(
+    where: Location | str, repo: str, revision: str | None, instead: Callable[[], T | None]
+) -> dict[str, Any] | T:
+    """Ask the hub for a repository's commit and files: the JSON object of its API, or `instead`.
+
+    Its bytes count as a header's, by `streamload.files.limits`.
+    """
+    hub, path = library(where), f"{settings().ENDPOINT}/api/models/{repo}"
+    path += "" if revision is None else f"/revision/{quote(revision, safe='')}"
+    most = min(limits.most_nbytes(Url.parse(path)), _API_NBYTES)
+
+    def call() -> bytes | T:
+        client, headers = _lend(hub), hub.utils.build_hf_headers(library_name="streamload")
+        response = client.get(path, params={"blobs": True}, headers=headers)
+        hub.utils.hf_raise_for_status(response)
+        found: bytes = response.content
+        return found
+
+    raw = ask(where, call, instead=instead, most_nbytes=most)
+    if not isinstance(raw, bytes):
+        return raw
+    limits.check_nbytes(Url.parse(path), "the hub's answer is too long", len(raw))
+    return parse_json_object(raw, Url.parse(path))
 
 
 def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
@@ -435,12 +499,14 @@ def _download(url: Url, tell: Callable[[int], None], stopped: threading.Event) -
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
-            self.came = 0
+            self.came, self.most = 0, options.get("total")
 
         def update(self, n: float | None = 1) -> None:
             if stopped.is_set():
                 raise CheckpointError(url, "reading was stopped")
             self.came += int(n or 0)
+            if self.most is not None and self.came > self.most:
+                raise CheckpointError(url, "the server sent more than it said", self.most)
             tell(self.came)
 
         def update_transfer(self, n: float) -> None:
@@ -450,6 +516,7 @@ def _download(url: Url, tell: Callable[[int], None], stopped: threading.Event) -
             """Ignore the rate of these bytes."""
 
     def call() -> Path:
+        _lend(hub)
         return Path(
             hub.hf_hub_download(
                 file.repo,

@@ -25,6 +25,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from streamload.core.interrupt import deferred_interrupt
 from streamload.core.location import Location, Url
 from streamload.core.system import (
     address_of,
@@ -511,7 +512,8 @@ def _open_direct(fd: int) -> FileIO:
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    return FileIO(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | flag | os.O_CLOEXEC))
+    with deferred_interrupt():
+        return FileIO(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | flag | os.O_CLOEXEC))
 
 
 def _direct_alignment(fd: int) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from streamload.core.memory import available_host_nbytes
-from streamload.core.system import failure, libc, map_file
+from streamload.core.system import Descriptor, failure, libc, map_file
 from streamload.core.units import format_bytes
 from streamload.errors import DeviceError
 
@@ -80,11 +80,8 @@ def is_resident(fd: int, start: int, stop: int) -> bool:
 @contextmanager
 def _opened(file: str | os.PathLike[str]) -> Iterator[int]:
     """Yield a descriptor of a file opened for reading, closed on leaving."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with Descriptor(file, os.O_RDONLY) as fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _sampled(fd: int) -> float | None:
@@ -304,7 +301,8 @@ class ShardCache:
         if not whole.dropping or not hasattr(os, "posix_fadvise"):
             return
         with suppress(OSError):  # reading the shard will raise the error
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._own = Descriptor(path, os.O_RDONLY)
+            self._fd = self._own.fd
             nbytes = os.fstat(self._fd).st_size
             self._absent = [(0, nbytes)] if is_own else _absent_runs(self._fd)
 
@@ -340,8 +338,8 @@ class ShardCache:
             self._read = []
             self._absent = []
             if self._fd >= 0:
-                os.close(self._fd)
                 self._fd = -1
+                self._own.close()
 
     def _add(self, start: int, stop: int) -> list[int]:
         """Merge a range, read but not dropped, into `_read`; return [start, stop, end of drop]."""

@@ -54,7 +54,6 @@ _FIRST_NBYTES = 2**18
 _REQUEST_NBYTES = 2**26  # of one request; longer ranges take several
 # The count of failed tries restarts after one that brought this much.
 _PROGRESS_NBYTES = 2**16
-_LEAST_RATE = 1024  # bytes of a body per second; less is a stall
 _MOST_REDIRECTS = 10
 _DRAINED_NBYTES = 2**14
 _DRAIN_SECONDS = 1.0  # connecting again takes no longer
@@ -566,7 +565,7 @@ class _File:
             yield data
             now = time.monotonic()
             until += now - handed  # the caller's time, not the server's
-            if got >= seconds * _LEAST_RATE:
+            if got >= seconds * wire.LEAST_RATE:
                 until, got = now + seconds, 0
             self._check_stopped()
 

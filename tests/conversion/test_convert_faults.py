@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import signal
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -328,3 +330,45 @@ def test_very_many_tensors_need_little_memory_each(tmp_path: Path) -> None:
             tracemalloc.stop()
     # reading the header takes most of it
     assert peaks[1] - peaks[0] < 4000 * 1900
+
+
+@pytest.mark.slow
+def test_an_interrupt_after_any_open_leaks_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C just after `os.open`, whichever: no file stays open, and no lock."""
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    real, main = os.open, threading.current_thread()
+    left = 0
+
+    def interrupted(*given: Any, **options: Any) -> int:
+        nonlocal left
+        fd = real(*given, **options)
+        if threading.current_thread() is main:
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGINT)
+        return fd
+
+    def files() -> list[str]:
+        found = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sorted(os.readlink(path) for path in found if os.path.lexists(path))
+
+    _convert(source, tmp_path / "first")
+    monkeypatch.setattr(os, "open", interrupted)
+    tries = ended = 0
+    while not ended:
+        tries, out = tries + 1, tmp_path / f"out{tries}"
+        before, left = files(), tries
+        try:
+            _convert(source, out)
+        except KeyboardInterrupt as error:
+            assert files() == before, tries
+            left = -1
+            _convert(source, out, resume=True)
+            del error
+        else:
+            ended, left = left > 0, -1
+        assert _values(out).keys() == _values(tmp_path / "first").keys()
+        shutil.rmtree(out)
+    assert tries > 20

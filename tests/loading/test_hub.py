@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from streamload.core.location import Url
 from streamload.errors import (
     CheckpointError,
     FileChangedError,
+    HeaderError,
     ShardNotFoundError,
     StreamloadError,
 )
@@ -94,6 +98,21 @@ def kept(home: Path) -> set[str]:
     found = (path for path in home.rglob("*") if not path.is_dir())
     whole = {path.name for path in found if "snapshots" in path.parts}
     return whole | {path.name for path in home.rglob("*.incomplete")}
+
+
+class _Dripping:
+    """An answer whose headers come byte by byte."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._headers = headers
+
+    def __call__(self, handler: Any, content: bytes) -> None:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
+        with suppress(OSError):
+            for byte in f"HTTP/1.1 200 OK\r\n{lines}\r\n".encode():
+                handler.wfile.write(bytes([byte]))
+                handler.wfile.flush()
+                time.sleep(0.05)
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -661,7 +680,89 @@ def test_a_fault_of_the_list(repo: Hub, fault: Answer) -> None:
 def test_a_list_that_is_none(repo: Hub) -> None:
     """One line, without what the server sent."""
     repo.faults.append(Answer(200, {}, ranges=False, body=b"<html>se-cret</html>"))
-    assert "huggingface_hub" in refusal()
+    assert "is not a JSON object" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"sha": None}, "sha"),
+        ({"sha": 7}, "sha"),
+        ({"sha": "main"}, "sha"),
+        ({"sha": COMMIT, "siblings": 7}, r"siblings\[0\]"),
+        ({"sha": COMMIT, "siblings": [{"rfilename": "a"}, {"rfilename": 7}]}, r"siblings\[1\]"),
+        ({"sha": COMMIT, "siblings": [{"rfilename": "a", "size": 1e400}]}, "the size of 'a'"),
+        ({"sha": COMMIT, "siblings": [{"rfilename": "a", "size": "7"}]}, "the size of 'a'"),
+        ({"sha": COMMIT, "siblings": [{"rfilename": "a", "size": -7}]}, "the size of 'a'"),
+    ],
+)
+def test_a_list_of_other_types_is_one_error(repo: Hub, said: Any, named: str) -> None:
+    """It names the repository and the field; no other commit is loaded in its place."""
+    body = json.dumps(said).replace("Infinity", "1e400").encode()
+    repo.faults.append(Answer(200, {}, ranges=False, body=body))
+    with pytest.raises(CheckpointError, match=named) as caught:
+        load()
+    assert NAME in str(caught.value)
+    assert len(repo.paths()) == 1
+
+
+def test_a_list_that_is_nested_deeply(repo: Hub) -> None:
+    """One error, whatever the recursion limit is."""
+    body = b'{"sha": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    repo.faults.append(Answer(200, {}, ranges=False, body=body))
+    assert "levels of nesting" in refusal()
+
+
+def test_a_list_is_bounded(repo: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the limits of headers, by its own, and it is not unpacked."""
+    packed = gzip.compress(b'{"sha": "' + bytes(2**26) + b'"}')
+    repo.faults.append(Answer(200, {"Content-Encoding": "gzip"}, ranges=False, body=packed))
+    tracemalloc.start()
+    try:
+        assert "compresses" in refusal()
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
+    limits = streamload.Limits(header_nbytes=500)
+    with pytest.raises(HeaderError, match="at most 500 bytes, by limits="):
+        streamload.open_checkpoint(NAME, limits=limits)
+    with pytest.raises(HeaderError, match="by limits="):  # with the headers of the shards
+        streamload.open_checkpoint(NAME, limits=streamload.Limits(header_nbytes=1300))
+    streamload.open_checkpoint(NAME, limits=streamload.Limits(header_nbytes=20_000))
+    repo.faults.append(Answer(200, {}, ranges=False, body=b"{" + b" " * 2**26))
+    assert "the hub's answer is too long" in refusal()
+
+
+@pytest.mark.parametrize("what", ["list", "file", "headers"])
+def test_an_answer_that_drips_ends(
+    repo: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """The least rate holds for what the library asks for, too: it is tried again, and given up."""
+    monkeypatch.setenv("STREAMLOAD_HTTP_TIMEOUT", "0.5")
+    monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "2")
+    drips = Answer(ranges=False, dribble=0.05)
+    if what == "list":
+        repo.faults.extend([Answer(body=b"{" + b" " * 10**6, ranges=False, dribble=0.05)] * 2)
+        assert "less than 1024 bytes a second" in refusal()
+        return
+    checkpoint = streamload.open_checkpoint(NAME)
+    if what == "headers":
+        long = {f"X-{i}": "x" * 50 for i in range(50)}
+        repo.faults.extend([_Dripping(long)] * 6)  # of two documents, and of a file
+    else:
+        repo.storage.always[f"/{hashlib.sha256(FILES[FIRST]).hexdigest()}"] = drips
+    with pytest.raises(CheckpointError, match="less than 1024 bytes a second"):
+        load(checkpoint, fetch="cache")
+    assert not any(name.endswith(".incomplete") for name in kept(tmp_path))
+
+
+def test_a_session_of_the_program_keeps_its_own_way(repo: Hub) -> None:
+    """Other threads use the library's client as before, also packed answers."""
+    load(fetch="cache")
+    client = huggingface_hub.get_session()
+    packed = gzip.compress(b"{}")
+    repo.faults.append(Answer(200, {"Content-Encoding": "gzip"}, ranges=False, body=packed))
+    assert client.get(f"{repo.url}/api/models/{NAME}").json() == {}
 
 
 def test_a_server_that_is_no_hub(repo: Hub) -> None:
