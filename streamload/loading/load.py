@@ -408,7 +408,9 @@ def _as_held(model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptio
     parameters = owner.parameters(model)
     tensors = dict.fromkeys((*checkpoint.members, *checkpoint.groups, *checkpoint.stored))
     fills = parameters_of(given["mapping"], given["rename"], tensors)
-    checkpoint = dequantized(checkpoint, asked_by_model(checkpoint, read.policy, parameters, fills))
+    coded = owner.coded(model)
+    names = asked_by_model(checkpoint, read.policy, parameters, fills, coded)
+    checkpoint = dequantized(checkpoint, names)
     return in_order_of(checkpoint, parameters, fills)
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.decode import compile_decoder
-from streamload.codecs.scheme import layout_of
+from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.codecs.stored import read_states
 from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import PACKED, DType
@@ -48,11 +48,12 @@ def asked_by_model(
     policy: DTypePolicy,
     parameters: Iterable[Parameter],
     fills: Mapping[str, Sequence[str]],
+    coded: Mapping[str, CodedWeight],
 ) -> list[str]:
     """Return the names of quantized weights to dequantize for a model.
 
-    Weights that the model also holds quantized stay as stored. ``fills`` maps each tensor to the
-    names of the parameters that it fills.
+    Weights that the model also holds quantized (``coded``, by name), or will hold once they are
+    loaded, stay as stored. ``fills`` maps each tensor to the names of the parameters that it fills.
     """
     by_name = _by_name(parameters)
     out: dict[str, None] = dict.fromkeys(asked(checkpoint, policy))
@@ -69,7 +70,8 @@ def asked_by_model(
             parameter = parameter or by_name.get(name.removesuffix(suffix))
             if parameter is None:
                 continue
-            if parameter.dtype == group.values.dtype.name:
+            held = coded.get(name)
+            if parameter.dtype == group.values.dtype.name or (held and held.format == group.kind):
                 packed.add(group.name)
             # GGUF stores weights of floats as blocks
             elif (parameter.keeps is not None or PACKED[group.kind].block > 1) and not (

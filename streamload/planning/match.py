@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Literal
@@ -447,6 +447,12 @@ def match(
         if matched and matched[0] in blocks:
             form = blocks[matched[0]]
             wanted = form.made.parts[0].shape
+        held_as = next((model.coded[n] for n in parameter.names if n in model.coded), None)
+        if form is None and held_as is not None and parameter.dtype in _FLOATS:
+            # a load that was broken off put the module there, and not yet its blocks
+            form, wanted = held_as, held_as.made.parts[0].shape
+            if math.prod(shape) == math.prod(wanted):
+                source, shape = replace(source, shape=wanted), wanted
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             if parameter.dtype in _FLOATS and not _is_float(checkpoint, source.rows):
@@ -472,7 +478,7 @@ def match(
         name += parameter.shard
         first = checkpoint.tensors[source.rows[0].tensor]
         dtype = None if policy.mentions(first.name) else parameter.keeps
-        is_same = parameter.dtype == first.dtype.name or name in blocks
+        is_same = parameter.dtype == first.dtype.name or name in blocks or form is held_as
         if is_same and first.name in stored_packed:
             dtype = first.dtype  # a module for quantized weights, which has the stored dtype
         if parameter.dtype in _FLOATS and not is_same and not policy.mentions(first.name):

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import streamload
 from streamload.core.dtypes import PACKED
 from streamload.errors import PlanInfeasibleError, StateDictMismatchError, UnsupportedCastError
 from streamload.planning.plan import Plan
+from streamload.streaming.sink import ModelTarget
 
 torch = module("torch")
 transformers = module("transformers")
@@ -422,3 +424,30 @@ def test_other_entrances_refuse_it(mixed: Path, tmp_path: Path) -> None:
     arrays = {"model.embed_tokens.weight": np.zeros((96, 256), np.float16)}
     with pytest.raises(ValueError, match=r"embed_tokens\.weight: .*quantised weights are none"):
         streamload.load_state_dict(arrays, mixed, quant="stored", strict=False)
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("finished", [0, 1, 12])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_a_load_that_was_interrupted_is_completed_by_the_same_call(
+    tmp_path: Path, kind: str, finished: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules were replaced, and not all were filled: they are known as what they will hold."""
+    made = write_model(tmp_path / "m.gguf", lambda name: kind)
+    expected, model = (copy.deepcopy(made).to(place) for _ in range(2))
+    given: dict[str, Any] = {"quant": "stored", "device": "cpu", "progress": False}
+    streamload.load_state_dict(expected, tmp_path / "m.gguf", **given)
+    finish, calls = ModelTarget.finish, count()
+
+    def interrupted(target: ModelTarget, indices: Any) -> None:
+        if next(calls) == finished:
+            raise KeyboardInterrupt
+        finish(target, indices)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ModelTarget, "finish", interrupted)
+        streamload.load_state_dict(model, tmp_path / "m.gguf", **given)
+    streamload.load_state_dict(model, tmp_path / "m.gguf", **given)
+    assert held(model) == held(expected)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], each) for name, each in expected.state_dict().items())
