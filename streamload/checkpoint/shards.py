@@ -133,6 +133,7 @@ class Shards:
         opener: Opener = open_shard,
         cache: PageCache | None = None,
         most_open: int | None = None,
+        is_used: Callable[[Location], bool] = lambda shard: False,
         ahead: bool = True,
     ) -> None:
         """Prepare to open files; each is opened when it is first needed.
@@ -142,8 +143,9 @@ class Shards:
             kind: returns how to read a file; called once for each, before it is first opened.
             opener: opens a file.
             cache: the page cache that `done` counts in; None to drop nothing.
-            most_open: most files open at once; one more closes the least recently used. None for
-                any number.
+            most_open: most files open at once, if some are idle: one more closes the one that was
+                idle for longest. None for any number.
+            is_used: returns whether a thread reads a file, besides those in a `block`.
             ahead: whether the kernel may read ahead; see `Reader.stop_ahead`.
         """
         # number of closed files by the reason why they were not read as requested
@@ -153,7 +155,8 @@ class Shards:
         self._kind = cached(kind)
         self._opener = opener
         self._cache = cache
-        self._most_open = most_open
+        self._most_open, self._is_used = most_open, is_used
+        self._blocks: Counter[Location] = Counter()  # that threads read now, by file
         self._ahead = ahead
         self._open: dict[Location, Reader] = {}  # the most recently used last
         self._caches: dict[Location, ShardCache] = {}
@@ -173,7 +176,9 @@ class Shards:
             reader = self._open.pop(shard, None)
             if reader is None:
                 if self._most_open is not None and len(self._open) >= self._most_open:
-                    self._close(next(iter(self._open)))
+                    idle = (s for s in self._open if not (self._blocks[s] or self._is_used(s)))
+                    if (oldest := next(idle, None)) is not None:
+                        self._close(oldest)
                 reader = self._opened(shard)
             self._open[shard] = reader
             return reader
@@ -208,6 +213,8 @@ class Shards:
         ``room`` is the calling thread's buffer, which holds one block at a time; ``tensor`` is the
         tensor's name, for errors that name none.
         """
+        with self._lock:
+            self._blocks[shard] += 1
         try:
             reader = self.reader(shard)
             if reader.mapped and stop - start >= _WINDOW_NBYTES:
@@ -219,6 +226,9 @@ class Shards:
             if error.tensor is not None:
                 raise
             raise error.of_tensor(tensor) from error
+        finally:
+            with self._lock:
+                self._blocks[shard] -= 1
         self.done(shard, start, stop)
 
     def blocks(self, info: TensorInfo, room: Room) -> Iterator[memoryview]:

@@ -22,7 +22,12 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypeVar
 
-from streamload.core.system import file_text, mounts, system_free_nbytes
+from streamload.core.system import (
+    address_space_nbytes,
+    file_text,
+    mounts,
+    system_free_nbytes,
+)
 from streamload.core.units import as_number, parse_bytes
 from streamload.errors import BudgetExceededError, DeviceError, Fit, PlanInfeasibleError
 
@@ -335,10 +340,13 @@ def available_host_nbytes(root: Path = Path("/")) -> int:
     Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst (5.2 stat file) and
     cgroup-v2.rst (Memory Interface Files); proc_pid_mountinfo(5), cgroups(7).
 
+    RLIMIT_AS counts, too, less what the process has mapped.
+
     Raises:
         DeviceError: Linux without /proc/meminfo.
     """
-    return HostMemory(root).available_nbytes()
+    free, addresses = HostMemory(root).available_nbytes(), address_space_nbytes()
+    return free if addresses is None else min(free, addresses)
 
 
 def available_system_nbytes(root: Path = Path("/")) -> int:

@@ -21,6 +21,7 @@ if os.name != "posix":
 
 import ctypes
 import mmap
+import resource
 import sys
 from functools import cache
 from io import FileIO
@@ -90,6 +91,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14 and later
 _MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
 _EXACT_NBYTES = 2**18  # read from a map at once, if the kernel may not read ahead
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10  # on Linux, macOS and the BSDs
 _HUGE_PAGE = 2**21  # on x86-64 and AArch64; systems with larger ones give none
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -180,8 +182,10 @@ def map_file(fd: int, start: int, nbytes: int) -> int:
     return _map(nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
 
 
-def _map(nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0) -> int:
-    address: int | None = libc().map(None, nbytes, protection, flags, fd, start)
+def _map(
+    nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0, at: int | None = None
+) -> int:
+    address: int | None = libc().map(at, nbytes, protection, flags, fd, start)
     if address is None or address == _MAP_FAILED:
         raise failure()
     return address
@@ -431,9 +435,32 @@ def map_privately(file: FileIO) -> mmap.mmap:
     longer than memory.
     """
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-    more = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # it keeps no descriptor
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    return mmap.mmap(file.fileno(), 0, flags=flags, prot=access, **more)
+    fd, access = file.fileno(), mmap.PROT_READ | mmap.PROT_WRITE
+    nbytes = os.fstat(fd).st_size
+    # in the place of memory: before Python 3.13, a map of a file keeps a copy of its descriptor
+    held = mmap.mmap(-1, nbytes, flags=flags | mmap.MAP_ANONYMOUS, prot=access)
+    with memoryview(held) as view:
+        _map(nbytes, access, flags | _MAP_FIXED, fd, at=address_of(view))
+    return held
+
+
+def most_open_files() -> int:
+    """Return how many files of a checkpoint to hold open at once, by RLIMIT_NOFILE."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # each may have three descriptors; the process needs others
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(soft // 8, 1)
+
+
+def address_space_nbytes() -> int | None:
+    """Return how many bytes of addresses this process can take still; None if nothing limits it.
+
+    Linux counts RLIMIT_AS for all maps, of files and of memory.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    pages = file_text(Path("/proc/self/statm")).split()[:1]
+    return max(soft - int(pages[0]) * mmap.PAGESIZE, 0) if pages else None
 
 
 def system_free_nbytes() -> int:

@@ -20,6 +20,7 @@ from streamload.core.interrupt import nothing
 from streamload.core.location import Location, Url
 from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
 from streamload.core.pagemap import reusable_nbytes
+from streamload.core.system import address_space_nbytes
 from streamload.core.units import format_bytes, parse_bytes
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap
 from streamload.devices.names import (
@@ -222,12 +223,15 @@ class Options:
         taken = found.machine_nbytes
         if taken > free:  # what devices with memory of their own need of the host
             raise PlanInfeasibleError("host", taken, free, limit="free memory")
-        if free - taken >= ahead_nbytes(found):
+        maps = self._maps_fit(found, request, taken)
+        if free - taken >= ahead_nbytes(found) and maps:
             return found
         if self.reader == "mmap":
             return _mapped_in_little(found, taken, free)
         left = format_bytes(max(free - taken, 0))
         note = f"the kernel reads nothing ahead: the host would be left with {left}"
+        if not maps:
+            note = "no file is mapped: RLIMIT_AS does not leave the addresses"
         try:
             found = made("direct")
         except PlanInfeasibleError:  # what is unaligned takes memory
@@ -235,6 +239,32 @@ class Options:
         if found.machine_nbytes > free:
             found = made("exact")
         return replace(found, notes=(*found.notes, note))
+
+    def _maps_fit(self, found: Plan, request: PlanRequest, taken_nbytes: int) -> bool:
+        """Return whether a process's addresses are enough to map files while a plan runs.
+
+        Raises:
+            PlanInfeasibleError: they are not, and files are to be mapped in any case.
+        """
+        addresses = address_space_nbytes()
+        if addresses is None:
+            return True
+        pairs = [*zip(request.checkpoint.shards, found.readers, strict=True)]
+        mapped = sum(d.mapped_nbytes for d in found.devices)
+        if mapped < found.resident_nbytes:
+            mapped += sum(header.file_nbytes for header, kind in pairs if kind == "mmap")
+        if taken_nbytes + mapped <= addresses:
+            return True
+        if self.reader != "mmap" and not any(d.mapped_nbytes for d in found.devices):
+            return False
+        raise PlanInfeasibleError(
+            "host",
+            taken_nbytes + mapped,
+            addresses,
+            limit="rest of RLIMIT_AS",
+            largest=[("files that are mapped", mapped)],
+            would_fit=[Fit("reader", '="pread"')] if self.reader == "mmap" else (),
+        )
 
     def _reading(self, request: PlanRequest, reading: Reading) -> PlanRequest:
         """Return the request with the reader of each file, the threads and the chunk size."""

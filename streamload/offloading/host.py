@@ -11,6 +11,7 @@ from pathlib import Path
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, file_kind
 from streamload.core.location import Location
+from streamload.core.system import most_open_files
 from streamload.errors import OffloadError
 from streamload.files.guard import FileState
 from streamload.files.header import Header
@@ -51,7 +52,9 @@ class HostFile:
         try:
             with (
                 path.open("r+b") as file,  # closed then: a file open for writing gets no lease
-                Shards(checkpoint.shards, kind, cache=cache, ahead=ahead) as shards,
+                Shards(
+                    checkpoint.shards, kind, cache=cache, most_open=most_open_files(), ahead=ahead
+                ) as shards,
             ):
                 for info in infos:
                     for block in shards.blocks(info, room):

@@ -21,7 +21,7 @@ import numpy as np
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import map_shard, open_shard
 from streamload.core.location import Location
-from streamload.core.system import populate_shared, unmap_pages
+from streamload.core.system import most_open_files, populate_shared, unmap_pages
 from streamload.core.tensors import first_byte
 from streamload.devices.base import Buffer, Device
 from streamload.errors import CheckpointError
@@ -145,10 +145,20 @@ class FileViews(Slots):
         """
         with ExitStack() as entered:
             for shard in {shard for shard, _, _ in self._ranges[layer]}:
-                if shard not in self._open:
-                    self._open[shard] = self._guarded(shard)
-                entered.enter_context(self._open[shard].unchanged())
+                entered.enter_context(self._opened(shard, layer).unchanged())
             self._entered.setdefault(layer, []).append(entered.pop_all())
+
+    def _opened(self, shard: Location, layer: int) -> Reader:
+        reader = self._open.pop(shard, None)
+        if reader is None:
+            entered = (*self._entered, layer)
+            used = {at for each in entered for at, _, _ in self._ranges[each]}
+            idle = [at for at in self._open if at not in used]
+            for at in idle[: max(len(self._open) + 1 - most_open_files(), 0)]:
+                self._open.pop(at).close()
+            reader = self._guarded(shard)
+        self._open[shard] = reader  # the most recently used last
+        return reader
 
     def _guarded(self, shard: Location) -> Reader:
         # without views of the header: the file itself is mapped
@@ -162,7 +172,10 @@ class FileViews(Slots):
         """End `enter` for each of ``layers``; raises CheckpointError if a file has changed."""
         with ExitStack() as left:  # leaves all, even if one raises
             for layer in layers:
-                left.callback(self._entered[layer].pop().close)
+                entered = self._entered[layer]
+                left.callback(entered.pop().close)
+                if not entered:
+                    del self._entered[layer]
 
     def close_files(self) -> None:
         """Close all files, until the next `enter`."""

@@ -43,6 +43,7 @@ from streamload.codecs.parts import QuantCounts
 from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
+from streamload.core.system import most_open_files
 from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Addressed, Buffer, Device, QueuedWork, ReadTable, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
@@ -211,10 +212,17 @@ class Job:
         self._paths = [header.path for header in checkpoint.shards]
         kind_of = dict(zip(self._paths, plan.readers, strict=True)).__getitem__
         cache = self._page_cache
-        self.shards = Shards(
-            checkpoint.shards, kind_of, opener=transfer.opener, cache=cache, ahead=plan.ahead
-        )
         self._to_come: Counter[int] = Counter()  # units under way, by shard
+        number_of = {path: number for number, path in enumerate(self._paths)}
+        self.shards = Shards(
+            checkpoint.shards,
+            kind_of,
+            opener=transfer.opener,
+            cache=cache,
+            most_open=most_open_files(),
+            is_used=lambda path: self._to_come[number_of[path]] > 0,
+            ahead=plan.ahead,
+        )
         self._begun: set[int] = set()  # shards without a unit that is still to begin
         self._encoders: dict[int, Encoder] = {}  # by index of the quantized values
         names = zip(plan.placements.names, plan.placements.kinds, strict=True)

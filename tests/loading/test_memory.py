@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import needs
+import numpy as np
 import pytest
 from make_checkpoint import make_checkpoint, shape_of_size
 from parameters import product
+from safetensors_files import write_safetensors
 
 from streamload.bench.processes import call, measure
 from streamload.core.dtypes import BF16
@@ -111,3 +116,86 @@ def test_old_weights_do_not_stand_beside_new_ones(folder: Path, device: str) -> 
     ]
     peak = min(peaks)
     assert peak <= least + 2 * NBYTES + SLACK_NBYTES
+
+
+# Gives what it needs under a limit of the system: the sum of the first elements, or an error.
+LIMITED = """
+import json, resource, sys
+import streamload
+from streamload.errors import PlanInfeasibleError, StreamloadError
+
+path, how, limit, room, options = sys.argv[1:]
+options = json.loads(options)
+streamload.load_state_dict(None, path, device="host", progress=False, dtype="checkpoint")
+room = int(room)
+if limit == "RLIMIT_AS":
+    with open("/proc/self/statm") as file:
+        room += int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(getattr(resource, limit), (room, room))
+
+
+def total(pairs):
+    return sum(float(tensor.reshape(-1)[0]) for _, tensor in pairs)
+
+
+try:
+    if how == "stream_layers":
+        budget = {"budget": "300kB"}
+        with streamload.stream_layers(path, device="host", **budget, **options) as layers:
+            totals = {total(p for _, each in layers for p in each.items()) for _ in range(2)}
+        print("views" if layers.plan.views else "slots", *totals)
+    else:
+        report = streamload.load_state_dict(None, path, device="host", progress=False, **options)
+        print(report.plan.readers[0], total(report.state_dict.items()))
+except PlanInfeasibleError as error:
+    print("refused:", error)
+except StreamloadError as error:
+    print("failed:", error)
+"""
+
+
+def _limited(path: Path, how: str, limit: str, room: int, **options: Any) -> str:
+    command = [sys.executable, "-c", LIMITED, path, how, limit, str(room), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_more_files_than_may_be_open(tmp_path: Path, aligned: bool) -> None:
+    """147 files are read, mapped and streamed by a process that may open 64."""
+    for n in range(147):
+        path = tmp_path / f"model-{n + 1:05d}-of-00147.safetensors"
+        weights = {f"model.layers.{n}.w": ("F32", (4096,), np.full(4096, n, np.float32).tobytes())}
+        start = write_safetensors(path, weights).stat().st_size - 4 * 4096
+        write_safetensors(path, weights, pad_nbytes=-start % 64 + 4 * (not aligned))
+    wanted = sum(range(147))
+    for how, options, said in (
+        ("load", {}, "mmap"),
+        ("load", {"residence": "mapped"}, "mmap"),
+        ("stream_layers", {}, "views" if aligned else "slots"),
+        ("stream_layers", {"host": "10MB"}, "views"),
+    ):
+        found = _limited(tmp_path, how, "RLIMIT_NOFILE", 64, dtype="checkpoint", **options)
+        assert found == f"{said} {wanted:.1f}", (how, options)
+
+
+def test_a_limit_of_addresses(tmp_path: Path) -> None:
+    """Files are read where they cannot be mapped; what does not fit is refused before that."""
+    path, nbytes = tmp_path / "model.safetensors", 100_000_000
+    ones = np.ones(nbytes // 40, np.float32).tobytes()
+    write_safetensors(path, {f"{n}.w": ("F32", (nbytes // 40,), ones) for n in range(10)}, align=0)
+
+    def load(room: float, **options: Any) -> str:
+        return _limited(path, "load", "RLIMIT_AS", int(room * nbytes), **options)
+
+    assert load(4) == "mmap 10.0"
+    assert load(1.9) == "pread 10.0"
+    assert load(1.4) == "pread 10.0"
+    assert load(0.9).startswith("refused: does not fit on host: needs 100.00 MB")
+    assert load(1.4, residence="mapped") == "mmap 10.0"
+    for options in ({"residence": "mapped"}, {"reader": "mmap"}):
+        found = load(0.9 if "residence" in options else 1.9, budget="1GB", **options)
+        assert "refused: does not fit on host" in found
+        assert "the rest of RLIMIT_AS is" in found
+        assert ('reader="pread"' in found) == ("reader" in options)
