@@ -85,6 +85,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'streamload' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """Return the public names alone, those that are imported later, too."""
+    return sorted({*__all__, *_LATER})
+
+
 def _judge() -> Judge:
     """Return the module by which `convert` tests whether transformers can open its files."""
     from streamload.transformers import holding

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from itertools import zip_longest
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +13,9 @@ import typer
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
 from streamload.conversion.convert import convert as convert_checkpoint
+from streamload.conversion.disk import WORK
 from streamload.conversion.rename import RenamePatterns
+from streamload.core.location import without_secrets
 from streamload.core.progress import Progress
 from streamload.verification import diff as compare
 from streamload.verification.verify import Verification, verify_checkpoint
@@ -263,26 +268,33 @@ def convert(
     """
     if budget is not None and nodes is None and "," not in budget:
         raise typer.BadParameter("--budget needs --nodes")
-    report = convert_checkpoint(
-        flags.read_path(flags.read_revision(path, revision), variant, key, like),
-        destination,
-        to=to,
-        runtime=runtime,
-        dtype=flags.read_rules(dtype),
-        quant=flags.read_quant(quant),
-        out_of_range=out_of_range,
-        max_shard_size=max_shard_size,
-        nodes=flags.read_nodes(nodes, budget, None),
-        select=select or (),
-        exclude=exclude or (),
-        rename=flags.read_renames(rename),
-        adapters=flags.read_adapters(adapter),
-        imatrix=imatrix,
-        resume=resume,
-        overwrite=overwrite,
-        verify=verify,
-        dry_run=dry_run,
-        progress=False if no_progress or quiet else "auto",
-    )
+    try:
+        report = convert_checkpoint(
+            flags.read_path(flags.read_revision(path, revision), variant, key, like),
+            destination,
+            to=to,
+            runtime=runtime,
+            dtype=flags.read_rules(dtype),
+            quant=flags.read_quant(quant),
+            out_of_range=out_of_range,
+            max_shard_size=max_shard_size,
+            nodes=flags.read_nodes(nodes, budget, None),
+            select=select or (),
+            exclude=exclude or (),
+            rename=flags.read_renames(rename),
+            adapters=flags.read_adapters(adapter),
+            imatrix=imatrix,
+            resume=resume,
+            overwrite=overwrite,
+            verify=verify,
+            dry_run=dry_run,
+            progress=False if no_progress or quiet else "auto",
+        )
+    except KeyboardInterrupt:
+        if Path(destination, WORK, "journal").exists():
+            words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+            again = without_secrets(shlex.join(["streamload", *words, "--resume"]))
+            complain(f"what is finished is kept; this continues: {again}")
+        raise
     if as_json or dry_run or not quiet:
         print_lines(*([report.to_json()] if as_json else str(report).splitlines()))

@@ -35,13 +35,14 @@ from streamload.conversion.plan import (
 )
 from streamload.conversion.quantize import coded_otherwise
 from streamload.conversion.writing import Writer, check_written, weight_of
+from streamload.core.chart import as_html
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.location import Url, is_foreign, without_secrets
 from streamload.core.patterns import Patterns, Selection
 from streamload.core.progress import Progress, reporting
 from streamload.core.system import sync_folder
-from streamload.core.units import format_bytes, format_table
+from streamload.core.units import format_bytes, format_rate, format_table
 from streamload.errors import CheckpointError
 from streamload.files import remote
 from streamload.files.guard import FileState
@@ -119,7 +120,7 @@ class ConvertReport:
             ("checkpoint", self.plan.path),
             ("destination", str(self.plan.destination)),
             ("tensors", f"{tensors} in {len(files)} file{'s' * (len(files) != 1)}{resumed}"),
-            ("read", f"{read}, {self.gigabytes_per_second:.2f} GB/s"),
+            ("read", f"{read}, {format_rate(self.read_nbytes, self.seconds)}"),
             ("written", format_bytes(self.plan.written_nbytes)),
         ]
         if self.counts:
@@ -134,6 +135,10 @@ class ConvertReport:
         return "\n".join(format_table(rows[0], rows[1:], right=0))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the text, in columns."""
+        return as_html(str(self))
 
 
 def convert(

@@ -39,6 +39,7 @@ from streamload.conversion.openable import Judging, Verdict, asked_of_models
 from streamload.conversion.quantize import all_entries, described, kept_back, wanted_of
 from streamload.conversion.rename import check_rename, rules_of
 from streamload.conversion.runtimes import config_for, dtype_for
+from streamload.core.chart import as_html
 from streamload.core.dtypes import DType, DTypeArgument
 from streamload.core.patterns import Selection, check_patterns, fits
 from streamload.core.units import format_bytes, format_table, parse_bytes, round_up
@@ -363,6 +364,10 @@ class ConvertPlan:
         )
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the text, in columns."""
+        return as_html(str(self))
 
 
 def plan_conversion(

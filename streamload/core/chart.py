@@ -76,8 +76,10 @@ def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence
     return _file(out, _TOP + (_BAR + _GAP) * len(rows) + 16)
 
 
-def as_html(text: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Return HTML for a notebook: ``text``, escaped, as <pre>; below it a chart of stacked bars."""
+def as_html(text: str, series: Sequence[str] = (), rows: Sequence[Stack] = ()) -> str:
+    """Return HTML for a notebook: ``text``, escaped, as <pre>; below it a chart of any rows."""
+    if not rows:
+        return f"<pre>{escape(text)}</pre>"
     bars = draw_stacks("What each device or node holds", "", series, rows)
     return f"<pre>{escape(text)}</pre>\n{bars}"
 

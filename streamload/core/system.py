@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +32,20 @@ from typing import Any
 import numpy as np
 
 from streamload.core.interrupt import deferred_interrupt
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra's packages, by name.
+
+    It works wherever streamload itself came from, which ``pip install 'streamload[extra]'`` does
+    not: that looks for streamload in the index again.
+    """
+    try:
+        needed = importlib.metadata.requires("streamload") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        needed = []
+    found = [each.partition(";")[0].strip() for each in needed if f"extra == '{extra}'" in each]
+    return f"pip install {shlex.join(found or [f'streamload[{extra}]'])}"
 
 
 def callers_level() -> int:

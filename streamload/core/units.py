@@ -80,6 +80,12 @@ def format_bytes(nbytes: float, *, up: bool = False) -> str:
     return f"{nbytes:.0f} B"
 
 
+def format_rate(nbytes: float, seconds: float) -> str:
+    """Return a rate as text: "1.25 GB/s", and from 0.1 GB/s down "12.5 MB/s"."""
+    rate = nbytes / seconds if seconds else 0.0
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"
+
+
 def format_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int
 ) -> Iterator[str]:

@@ -92,7 +92,7 @@ def spelled_as(device: str) -> str:
 #: The command that installs each package that streamload works without, by its module.
 INSTALLS = {
     "llvmlite": INSTALL,
-    "torch": "pip install 'streamload[torch]'",
+    "torch": "pip install torch",
     "tinygrad": "pip install tinygrad",
 }
 

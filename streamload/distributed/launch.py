@@ -73,7 +73,7 @@ _LAUNCHERS = (
 _ENGINES = {"torch": ("torch",), "mpi": ("mpi", "torch")}
 
 #: The packages that each engine needs, for error messages.
-_PACKAGES = {"torch": "torch", "mpi": "mpi4py and an MPI library (streamload[mpi])"}
+_PACKAGES = {"torch": "torch", "mpi": "mpi4py and an MPI library (pip install mpi4py)"}
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from streamload.core.memory import BudgetLike
+from streamload.core.system import install
 from streamload.distributed import load as over_nodes
 from streamload.distributed.launch import engine_module
 from streamload.errors import NodeError, PeerFailedError, PlanInfeasibleError
@@ -35,7 +36,7 @@ try:
     import ray
 except ImportError as error:
     raise ImportError(
-        "cannot import Ray: it is not installed; write pip install 'streamload[ray]'", name="ray"
+        f"cannot import Ray, the extra ray: it is not installed; write {install('ray')}", name="ray"
     ) from error
 
 _START_S = 120.0  # for actors to start: they import torch

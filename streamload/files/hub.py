@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from streamload.core.location import Location, Url
 from streamload.core.memory import available_host_nbytes
-from streamload.core.system import filesystem_in_memory
+from streamload.core.system import filesystem_in_memory, install
 from streamload.core.units import format_bytes
 from streamload.errors import (
     CheckpointError,
@@ -64,8 +64,8 @@ def library(where: Location | str) -> Any:
     except ImportError as error:
         raise ShardNotFoundError(
             where,
-            "no such file or folder; a repository of the Hugging Face Hub needs huggingface_hub: "
-            'pip install "streamload[hub]"',
+            "no such file or folder; a repository of the Hugging Face Hub needs huggingface_hub, "
+            f"the extra hub: {install('hub')}",
         ) from error
     return huggingface_hub
 

@@ -29,6 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
 
 from streamload.core.location import Url
+from streamload.core.system import install
 from streamload.errors import (
     CheckpointError,
     HeaderError,
@@ -206,7 +207,7 @@ class _File:
         try:
             (stores.library if url.is_store else wire.httpx)()
         except ImportError as error:
-            needs = f'reading {url.scheme}:// needs {name}: pip install "streamload[{extra}]"'
+            needs = f"reading {url.scheme}:// needs {name}, the extra {extra}: {install(extra)}"
             raise CheckpointError(url, needs) from error
         self.nbytes = nbytes  # the file's length; None before the first response
         self.version = url.version

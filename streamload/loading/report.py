@@ -14,7 +14,7 @@ from streamload.codecs.cast_table import CastCounts, OutOfRange
 from streamload.codecs.parts import QuantCounts
 from streamload.core.chart import as_html
 from streamload.core.system import callers_level
-from streamload.core.units import format_bytes
+from streamload.core.units import format_bytes, format_rate
 from streamload.devices.base import Device
 from streamload.errors import printable, printed
 from streamload.files.guard import FileState
@@ -169,7 +169,7 @@ class LoadReport:
             (
                 "read",
                 f"{format_bytes(self.read_nbytes)} in {self.seconds:.2f} s, "
-                f"{self.gigabytes_per_second:.2f} GB/s",
+                + format_rate(self.read_nbytes, self.seconds),
             ),
         ]
         if "direct" in self.plan.readers:

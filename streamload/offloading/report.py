@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamload.core.units import format_bytes
+from streamload.core.chart import as_html
+from streamload.core.units import format_bytes, format_rate
 from streamload.errors import printable
 from streamload.loading.report import LoadReport
 from streamload.offloading.experts import ExpertCache
@@ -135,7 +136,7 @@ class OffloadReport:
             )
         if self.wire_share:
             lines.append(
-                f"layers came at {self.wire_nbytes_per_s / 1e9:.1f} GB/s; passes had "
+                f"layers came at {format_rate(self.wire_nbytes_per_s, 1)}; passes had "
                 f"{self.wire_share:.0%} of that"
             )
         if self.overrun:
@@ -143,3 +144,7 @@ class OffloadReport:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the text, in columns."""
+        return as_html(str(self))

@@ -29,6 +29,7 @@ from streamload.codecs.decode import check_target, scales_nbytes
 from streamload.codecs.scheme import SCHEMES
 from streamload.codecs.stored import by_weight, kept_dtype
 from streamload.codecs.weights import Packed, shape_in_models
+from streamload.core.chart import as_html
 from streamload.core.dtypes import DType, DTypeArgument
 from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits
@@ -132,6 +133,10 @@ class Comparison:
         return "\n".join(self.lines())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the text, in columns."""
+        return as_html(str(self))
 
 
 def diff(

@@ -32,6 +32,7 @@ from streamload.checkpoint.open import (
 )
 from streamload.checkpoint.shards import Room, open_shard
 from streamload.codecs.stored import by_weight
+from streamload.core.chart import as_html
 from streamload.core.location import Location
 from streamload.core.memory import first_that_fits
 from streamload.core.patterns import Patterns, Selection
@@ -339,6 +340,10 @@ class Verification:
         return "\n".join(self.lines())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the text, in columns."""
+        return as_html(str(self))
 
 
 def verify_checkpoint(

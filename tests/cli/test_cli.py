@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -485,6 +486,37 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert seen.decode().rstrip().endswith("streamload: interrupted")
     assert b"Traceback" not in seen
     assert out == b""
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_lines_fit_the_terminal(tmp_path: Path, columns: int) -> None:
+    """A table that is wider is broken between its words, and no number from its unit."""
+    names = {f"model.layers.{n}.mlp.weight": ("F32", (64, 64), bytes(4 * 64**2)) for n in range(4)}
+    path = write_safetensors(tmp_path / "m.safetensors", names)
+    arguments = ["plan", str(path), "--device", "host", "--budget", "1234.56MB"]
+    plain, _ = run(*arguments)
+    assert max(map(len, plain.splitlines())) > 80
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    command = [sys.executable, "-m", "streamload", *arguments]
+    env = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(ours, 1000)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    lines = seen.decode().splitlines()
+    words = plain.split()
+    assert " ".join(lines).split()[: len(words)] == words  # a chart follows
+    long = [line for line in lines if len(line) > columns]
+    assert not [line for line in long if " " in line.strip()]
+    sizes = re.findall(r"\d[\d.]* [kMG]?B\b", plain)
+    assert sizes and all(any(size in line for line in lines) for size in sizes)
 
 
 @pytest.mark.parametrize("entrance", ["module", "script"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -250,7 +251,7 @@ def test_killed_while_files_get_their_names(
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """Ends the command with 130 and one line; the next call with --resume does the rest."""
+    """Ends the command with 130; it says what to write, and that does the rest."""
     folder, out = tmp_path / "in", tmp_path / "out"
     make_checkpoint(folder, shape_of_size(150_000_000, BF16))
     command = [sys.executable, "-m", "streamload", "convert", str(folder), str(out)]
@@ -260,8 +261,14 @@ def test_ctrl_c(tmp_path: Path) -> None:
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "streamload: interrupted\n")
+    assert process.returncode == 130
+    line, ended = said.splitlines()
+    before = "streamload: what is finished is kept; this continues: streamload "
+    assert line.startswith(before)
+    assert ended == "streamload: interrupted"
+    again = shlex.split(line.removeprefix(before))
+    assert again == ["convert", str(folder), str(out), "--resume"]
     assert not visible(out)
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    done = subprocess.run([*command[:3], *again], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert tensors_of(out) == tensors_of(folder)

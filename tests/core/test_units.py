@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.core.units import format_bytes, parse_bytes
+from streamload.core.units import format_bytes, format_rate, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,15 @@ def test_formatted_sizes_are_read_back(nbytes: int) -> None:
     """What is printed is a size that can be given, within half a percent."""
     again = parse_bytes(format_bytes(nbytes))
     assert abs(again - nbytes) <= 0.005 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "said"),
+    [
+        *((5_440, 0.1, "0.0544 MB/s"), (99_000_000, 1, "99 MB/s"), (0, 0, "0 MB/s")),
+        *((100_000_000, 1, "0.10 GB/s"), (2.5e9, 2, "1.25 GB/s")),
+    ],
+)
+def test_rates_as_people_read_them(nbytes: float, seconds: float, said: str) -> None:
+    """Never 0.00: slow ones in MB/s."""
+    assert format_rate(nbytes, seconds) == said

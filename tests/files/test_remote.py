@@ -725,7 +725,7 @@ def test_without_the_extra(site: Site) -> None:
         except ValueError as error:
             print(error)
     """
-    assert 'pip install "streamload[remote]"' in run(program, site.url)
+    assert "the extra remote: pip install 'httpx2>=2'" in run(program, site.url)
 
 
 def test_patience_is_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_it_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra, the error names it."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     error = error_of(lambda: open_checkpoint("gs://models/llama/"))
-    assert 'reading gs:// needs obstore: pip install "streamload[stores]"' in str(error)
+    assert "needs obstore, the extra stores: pip install 'obstore>=0.12'" in str(error)
 
 
 # -- faults ----------------------------------------------------------------------------------------

@@ -554,7 +554,7 @@ def test_without_the_library(repo: Hub) -> None:
         text=True,
     )
     *refused, read = done.stdout.splitlines()
-    assert len(refused) == 2 and all('pip install "streamload[hub]"' in line for line in refused)
+    assert len(refused) == 2 and all("pip install 'huggingface" in line for line in refused)
     assert read == "['a', 'b']"
 
 

@@ -6,6 +6,9 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, TypedDict, Unpack, get_type_hints
 
@@ -54,6 +57,26 @@ def test_each_option_has_a_type_a_default_and_a_description(name: str) -> None:
         assert parameters[option].default == default
     assert "options" not in parameters
     assert DEFAULTS.keys() & parameters.keys() == ENTRANCES[name]
+
+
+def test_dir_shows_public_names() -> None:
+    """Those that are imported later, too, and no module that streamload itself imports."""
+    assert dir(streamload) == sorted(dir(streamload))
+    assert {"offload", "load_state_dict", "transformers", "__version__"} <= set(dir(streamload))
+    assert set(dir(streamload)) == {*streamload.__all__, *streamload._LATER}
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [("transformers", "torch"), ("transformers", "transformers"), ("diffusers", "diffusers")],
+)
+def test_what_needs_an_extra_names_it(name: str, lacks: str) -> None:
+    """With a line that installs its packages, wherever streamload itself came from."""
+    program = f"import sys; sys.modules[{lacks!r}] = None; import streamload; streamload.{name}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    said = done.stderr.splitlines()[-1]
+    assert f"streamload.{name} needs {lacks}, which is not installed; the extra {name}" in said
+    assert re.search(r"pip install '.*transformers>=\d", said)
 
 
 def test_every_option_has_a_default_and_a_description() -> None:

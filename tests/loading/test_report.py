@@ -129,6 +129,22 @@ def test_a_prompt_and_a_notebook_show_the_table(tmp_path: Path) -> None:
     assert shown.endswith("and 292 more")
 
 
+def test_every_report_has_html(tmp_path: Path) -> None:
+    """A notebook shows in columns what a prompt shows."""
+    source = write_safetensors(tmp_path / "m.safetensors", {"<w>": ("F32", (2,), bytes(8))})
+    out = tmp_path / "out"
+    shown = [
+        streamload.convert(source, out, dry_run=True, progress=False).plan,
+        streamload.convert(source, out, progress=False),
+        streamload.verify_checkpoint(out, progress=False),
+        streamload.diff(source, out, progress=False),
+        streamload.split(source, nodes=[streamload.Node("a", "1GB")]),
+        streamload.plan_offload(source, device="host", budget="1GB"),
+    ]
+    for each in shown:
+        assert each._repr_html_().startswith(f"<pre>{escape(str(each))}</pre>"), type(each)
+
+
 def test_json_holds_the_plan(path: Path) -> None:
     """What the table leaves out is in the JSON, placements too."""
     report = load(path)
