@@ -122,7 +122,7 @@ class Run:
                 raise
 
     def kill(self) -> None:
-        """End all processes, and waits for them."""
+        """End all processes, and what waits for the device."""
         self.device_is_free.set()
         for pid in list(self.processes):
             with suppress(ProcessLookupError):
@@ -428,7 +428,7 @@ def _rows(run: Run, only: str) -> None:
             facts["wrong"] = "not run: out of time"
         elif lacking := [need for need in row.needs if need in run.failed]:
             facts["wrong"] = run.failed[lacking[0]]
-            facts |= _skipped(row)
+            facts |= _skipped(row, facts["wrong"])
         else:
             child, ready = ready or _begun(run, row), None
             following = rows[at + 1 : at + 2]
@@ -442,9 +442,9 @@ def _rows(run: Run, only: str) -> None:
         run.children.discard(ready)
 
 
-def _skipped(row: _Row) -> dict[str, str]:
-    """Return why a row that failed need not run, if a package is not installed."""
-    if row.package and importlib.util.find_spec(row.package) is None:
+def _skipped(row: _Row, why: str) -> dict[str, str]:
+    """Return why a row that failed need not run: if it failed for a package that is not there."""
+    if row.package and row.package in why and importlib.util.find_spec(row.package) is None:
         return {"skipped": f"{row.package} is not installed"}
     return {}
 
@@ -475,7 +475,7 @@ def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
         trace = Path(row.arguments["trace"])
         text = trace.read_text(errors="replace") if trace.exists() else ""
         facts["trace"] = text.partition("\nExtension modules")[0][-_MOST_TRACE:]
-        facts |= _skipped(row)
+        facts |= _skipped(row, why)
     finally:
         run.children.discard(child)
     facts |= {"seconds": seconds, "host_nbytes": child.peak.anon_nbytes}
