@@ -36,8 +36,8 @@ class Scheme(ABC):
 
     Attributes:
         name: the value of ``quant=`` that selects the scheme.
-        transposes_conv1d: whether the scheme's library replaces transformers' Conv1D by a Linear,
-            whose weight is the transpose of that in checkpoints.
+        transposes_conv1d: whether the modules that hold such weights have a Linear's in place of
+            transformers' Conv1D: the transpose of that in checkpoints.
     """
 
     name: str

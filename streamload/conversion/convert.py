@@ -520,7 +520,8 @@ class _Conversion:
 
     def _check_opens(self) -> None:
         """Raise CheckpointError if transformers opened the source and cannot open the output."""
-        why = self._judging.why_not_opened(self.destination.out) if self._judging else ""
+        out, source = self.destination.out, Path(self._plan.path)
+        why = self._judging.why_not_opened(out, source) if self._judging else ""
         if why:
             raise CheckpointError(
                 self._plan.destination,

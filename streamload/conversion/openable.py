@@ -58,6 +58,9 @@ class Judge(Protocol):
     def why_not_opened(self, folder: Path, /) -> str:
         """Return the reason why `from_pretrained` cannot open a folder; "" if it can."""
 
+    def why_not_run(self, folder: Path, /) -> str:
+        """Return the reason why a small checkpoint's model computes nothing; "" if it does."""
+
 
 _judges: list[Callable[[], Judge]] = []
 
@@ -149,9 +152,18 @@ class Judging:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def why_not_opened(self, folder: Path) -> str:
-        """Return why `from_pretrained` cannot open a folder; "" if it can, or cannot be asked."""
-        found = self.ask("why_not_opened", path=str(folder))
+    def why_not_opened(self, folder: Path, source: Path) -> str:
+        """Return why `from_pretrained` cannot open a folder, or run its model; "" if it can.
+
+        "" also if it cannot be asked, or if the model of ``source`` does not run, either.
+        """
+        why = self._why("why_not_opened", folder)
+        if why or not (why := self._why("why_not_run", folder)):
+            return why
+        return "" if self._why("why_not_run", source) else why
+
+    def _why(self, question: str, folder: Path) -> str:
+        found = self.ask(question, path=str(folder))
         return found["why"] if isinstance(found, dict) else ""
 
     def ask(self, question: str, **given: Any) -> Any:
@@ -253,8 +265,8 @@ def answer(out: IO[str]) -> None:
 def _answered(question: str, path: str, **given: Any) -> Any:
     """Ask the `Judge`; returns its answer as JSON values, or the error of opening ``path``."""
     judge = _judges[0]()
-    if question == "why_not_opened":
-        return {"why": judge.why_not_opened(Path(path))}
+    if question in ("why_not_opened", "why_not_run"):
+        return {"why": getattr(judge, question)(Path(path))}
     try:
         checkpoint = dequantized(open_checkpoint(path), given["packed"])
     except StreamloadError as error:

@@ -386,7 +386,8 @@ def plan_conversion(
     if options.nodes and options.writer.name != SAFETENSORS:
         raise ValueError(f"{options.writer.name} files are not split over nodes")
     chosen, fill, dtypes = _chosen(checkpoint, options)
-    wanted = wanted_of(chosen, fill, dtypes, options.quant)
+    of_modules = not options.writer.takes_blocks
+    wanted = wanted_of(chosen, fill, dtypes, options.quant, of_modules=of_modules)
     notes = kept_back(checkpoint, dtypes, options.policy)
     beside, left = files_beside(checkpoint)
     settled = stated_by_tensors(chosen)

@@ -44,12 +44,18 @@ def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
 
 
 def wanted_of(
-    chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
+    chosen: Checkpoint,
+    fill: Mapping[str, Source],
+    dtypes: Mapping[str, DType],
+    policy: QuantPolicy,
+    *,
+    of_modules: bool,
 ) -> dict[str, Target]:
     """Return by output name the `Target` of each tensor to write: its source, dtype and format.
 
     ``fill``: sources by output name; ``dtypes``: by source tensor, dtypes of weights that are not
-    quantized.
+    quantized; ``of_modules``: whether weights are stored as modules hold them, a Conv1D's
+    transposed, and not in an order that the writer chooses.
     """
     formats: Sequence[str | None] = [None] * len(fill)
     if policy:  # else tensors may belong to a quantized weight that is not selected whole
@@ -66,7 +72,7 @@ def wanted_of(
                 made = Joined.of(info, source.transpose)
         scheme = ALL_SCHEMES.get(format or "")  # a writer's own format may be none
         turns = scheme is not None and scheme.transposes_conv1d and len(shape) == 2
-        if turns and is_conv1d(chosen.config, info.name):
+        if of_modules and turns and is_conv1d(chosen.config, info.name):
             made = (made or Joined.of(info)).transposed(*shape)
             shape = shape[::-1]
         known = stored.get(info.name) if not isinstance(info, Packed) else None

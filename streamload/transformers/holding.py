@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.core.dtypes import F32, parse_dtype
@@ -20,11 +22,14 @@ from streamload.loading.prepare import Options
 from streamload.transformers.configuration import Wanted, configuration_of, first_line, on_meta
 from streamload.transformers.dtypes import COMPUTED_IN
 from streamload.transformers.internals import should_convert_module
+from streamload.transformers.loading import from_pretrained
 from streamload.transformers.names import Names
 from streamload.transformers.prepared import Prepared
 from streamload.transformers.quantizers.coded import CodedCheckpoint
 from streamload.transformers.quantizers.stored import method_of, missing, stated_in
 from streamload.transformers.saving import left_by_theirs, own_config, would_be_floats
+
+_SMALL_NBYTES = 2**26  # loaded and run at once
 
 
 def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any] | None:
@@ -102,3 +107,23 @@ def why_not_opened(folder: Path) -> str:
     except StreamloadError as error:
         return "" if "does not run on" in str(error) else first_line(error)
     return ""
+
+
+def why_not_run(folder: Path) -> str:
+    """Return why a checkpoint's language model does not compute two tokens on the CPU; "" if so.
+
+    "" also for models that take no tokens, and for checkpoints that are not small.
+    """
+    if open_checkpoint(folder).nbytes > _SMALL_NBYTES:
+        return ""
+    try:
+        model = from_pretrained(folder, device="cpu", progress=False)
+        if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+            return ""
+        with torch.inference_mode():
+            found = model(input_ids=torch.tensor([[1, 2]]))[0]
+    except StreamloadError:
+        return ""  # `why_not_opened` says it
+    except Exception as error:  # any, from a model's own code
+        return f"its model does not compute: {first_line(error)}"
+    return "" if bool(found.isfinite().all()) else "its model computes NaN or infinity"

@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, cast
 
@@ -38,6 +39,10 @@ METHOD = "streamload"
 _FORMATS = "formats"
 _BITSANDBYTES, _COMPRESSED = "bitsandbytes", "compressed-tensors"
 _WEIGHT = ".weight"
+#: A weight of a module's child in source code, unless its type or shape alone is read.
+_READ = re.compile(
+    r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|ndim|is_)|\s*=[^=])"
+)
 
 
 class CodedConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -301,6 +306,8 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
         return None
     if not format.transposes_conv1d and any(isinstance(kinds[name], Conv1D) for name in taken):
         return None
+    if any(_is_read(model, name) for name in taken):
+        return None  # their modules have no weight that a model could compute with
     held = Counter(id(_held(module)) for module in kinds.values())
     if any(held[id(_held(kinds[name]))] > 1 for name in taken):
         return None  # modules of other libraries do not share weights
@@ -313,6 +320,26 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
         if taken != {name for name in kinds if should_convert_module(name, patterns)}:
             return None
     return left
+
+
+def _is_read(model: Any, name: str) -> bool:
+    """Return whether the module around a product reads its weight, such as Mamba's dt_proj."""
+    parent, _, leaf = name.rpartition(".")
+    own: Any = type(model.get_submodule(parent))
+    return leaf in _read_by(own)
+
+
+@cache
+def _read_by(own: Any) -> frozenset[str]:
+    """Return the attributes whose weights a class's methods compute with, by their source."""
+    found: set[str] = set()
+    for each in own.__mro__[: own.__mro__.index(nn.Module)]:
+        methods = map(inspect.unwrap, filter(inspect.isfunction, vars(each).values()))
+        for method in methods:
+            if "weight" in method.__code__.co_names:  # finding its source takes longer
+                with suppress(OSError):  # it was made without a file
+                    found.update(_READ.findall(inspect.getsource(method)))
+    return frozenset(found)
 
 
 def _held(module: nn.Module) -> Any:

@@ -109,6 +109,55 @@ def test_what_would_not_be_opened_is_not_published(
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".streamload"]
 
 
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q5_0", "q5_1"])
+def test_a_gpt2_of_blocks_is_opened(tmp_path: Path, format: str) -> None:
+    """Its Conv1D has a Linear's weight in blocks, as a model that was loaded and saved has it."""
+    make(tmp_path / "in", "GPT2", torch.float32)
+    convert(tmp_path / "in", tmp_path / "out", quant=format)
+    load(tmp_path / "in", quant=format).save_pretrained(tmp_path / "saved")
+    found, saved = load(tmp_path / "out"), load(tmp_path / "saved")
+    assert torch.equal(logits(found), logits(saved))
+    assert error(logits(found), logits(load(tmp_path / "in"))) < 0.1
+    assert streamload.diff(tmp_path / "in", tmp_path / "out", quant=format, progress=False).ok
+
+
+MAMBA = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "state_size": 8}
+
+
+def test_weights_that_a_model_reads(tmp_path: Path) -> None:
+    """Mamba multiplies by a module's weight, which those of streamload have, and no others."""
+    config = transformers.MambaConfig(**MAMBA)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", quant="nf4")
+    assert said_in(tmp_path / "out")["quant_method"] == "streamload"
+    assert error(logits(load(tmp_path / "out")), logits(load(tmp_path / "in"))) < 0.2
+    for format in ("int8", "bitsandbytes-int8"):
+        with pytest.raises(ValueError, match=f"opens no {format} in this model"):
+            convert(tmp_path / "in", tmp_path / format, quant=format)
+        assert not (tmp_path / format).exists()
+
+
+def test_what_does_not_compute_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model computes two tokens first, unless the source's does not, either."""
+    make(tmp_path / "in", "Llama", torch.float32)
+    forward = transformers.LlamaForCausalLM.forward
+
+    def refuse(self: Any, *args: Any, **named: Any) -> Any:
+        if always or hasattr(self.model.layers[0].mlp.up_proj, "operand"):
+            raise RuntimeError("no such product")
+        return forward(self, *args, **named)
+
+    always = False
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", refuse)
+    with pytest.raises(CheckpointError, match=r"not published: its model does not compute: no"):
+        convert(tmp_path / "in", tmp_path / "out", quant="q8_0")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".streamload"]
+    always = True
+    convert(tmp_path / "in", tmp_path / "other", quant="q8_0")
+
+
 def test_another_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer is a line of JSON; without room for it, a note says that nobody was asked."""
     make(tmp_path / "in", "Mixtral")
@@ -130,7 +179,7 @@ def test_another_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     verdict = openable.asked_of_models(checkpoint, policy, judging)
     assert verdict is not None and not verdict.left
     assert "transformers was not asked what it opens: it takes" in verdict.notes[0]
-    assert judging.why_not_opened(tmp_path / "in") == ""
+    assert judging.why_not_opened(tmp_path / "in", tmp_path) == ""
 
 
 def test_it_goes_on_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +238,7 @@ def test_one_child_answers_all_questions(tmp_path: Path, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(subprocess, "Popen", start)
         with openable.Judging() as judging:
-            assert [judging.why_not_opened(tmp_path) for _ in range(2)] == ["none"] * 2
+            assert [judging.why_not_opened(tmp_path, tmp_path) for _ in range(2)] == ["none"] * 2
             assert started[-1].poll() is None or kept_nbytes > 1
         assert len(started) == count
         assert all(process.returncode is not None for process in started)

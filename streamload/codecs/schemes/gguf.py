@@ -275,6 +275,7 @@ class _Blocks(Scheme):
 
     name: str
     quantized: type[_Quantized]
+    transposes_conv1d = True
 
     def of(self, shape: tuple[int, ...], src: DType) -> _Quantized:
         check_source(self.name, shape, src)

@@ -287,6 +287,7 @@ class _Scheme(Scheme):
     """The scheme of a block type; transformers reads such blocks only from GGUF files."""
 
     name: str
+    transposes_conv1d = True
 
     def of(self, shape: tuple[int, ...], src: DType) -> Searched:
         check_source(self.name, shape, src)
