@@ -8,9 +8,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import clear_frames
 from types import FrameType
 
 _Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+
+def without_locals(error: BaseException | None) -> None:
+    """Clear the variables of all ended calls that an error has left.
+
+    Some refer to the error: until the garbage collector finds that cycle, it would keep all memory
+    that they refer to.
+    """
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class Interrupt:

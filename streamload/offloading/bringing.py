@@ -44,7 +44,7 @@ from typing import Any
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import open_shard
-from streamload.core.interrupt import Interrupt
+from streamload.core.interrupt import Interrupt, without_locals
 from streamload.core.memory import STAGING, Ledger
 from streamload.devices.base import Buffer, Device, QueuedWork, Ticket
 from streamload.errors import OffloadError
@@ -131,6 +131,7 @@ class Bringer(Holding, Sink):
             # if no thread waits or used wrong bytes, the next `acquire` just tries again
             waits = bool(self._wanted or self._unproved) and error is not self._raised
             self._error, self._raised = error if waits else None, None
+            del error  # its traceback has this call: a cycle
             self._unproved.clear()
             self._changed.notify_all()
 
@@ -286,6 +287,7 @@ class Bringer(Holding, Sink):
                     return False
                 bring(self._crew)
             except BaseException as error:
+                without_locals(error)
                 raises = raises or not isinstance(error, Exception)
                 with self._lock:
                     self._failed, self._raised = error, error if raises else self._raised

@@ -340,7 +340,10 @@ class Rounds(Bringer):
             if self._error is not None:
                 error, self._error = self._error, None
                 self._raised = error if self._thread is not None else None
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback has this call: a cycle
             if all(map(self._is_there, numbers)):
                 return
             self._start()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import groupby, islice
 
-from streamload.core.interrupt import Interrupt, deferred_interrupt, nothing
+from streamload.core.interrupt import Interrupt, deferred_interrupt, nothing, without_locals
 from streamload.core.memory import STAGING, Ledger
 from streamload.files.local import Reader
 from streamload.planning.plan import BATCH_UNITS, units_ahead
@@ -90,6 +90,7 @@ def crew_of(transfer: Transfer, sink: Sink, ledger: Ledger, interrupt: Interrupt
     """Yield the workers of a transfer, with scratch and staging; close all of it at the end."""
     plan = transfer.plan
     with ExitStack() as stack:
+        stack.push(lambda _, error, __: without_locals(error))  # last, when all threads have ended
         for device in plan.devices:
             stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
         if plan.host_nbytes:

@@ -45,7 +45,10 @@ class UnderWay:
             self.held.close()
         except BaseException as error:  # the file has changed
             failure = failure or error
-        return self.unit, self.counts, failure
+        try:
+            return self.unit, self.counts, failure
+        finally:
+            del failure  # its traceback has this call: a cycle
 
 
 def named(job: Job, unit: WorkItem, error: BaseException) -> BaseException:

@@ -103,7 +103,10 @@ class Worker:
         if failure is not None or not tickets:
             yield from self.settle()  # slots are filled in order, and this unit has none
         if failure is not None:
-            yield unit, counts, failure
+            try:
+                yield unit, counts, failure
+            finally:
+                del failure  # its traceback has this call: a cycle
 
     def _wait_for_uses(self) -> None:
         """Wait for what copies have to come after; those of `_refill` do so on the device."""
