@@ -40,6 +40,11 @@ _NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
+def is_text(name: str) -> bool:
+    """Whether a tensor is the JSON of a 4-bit weight's state: its length depends on the dtype."""
+    return ".quant_state.bitsandbytes__" in name
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """The stored tensors of one quantized weight, and facts from headers and config.

@@ -323,7 +323,11 @@ def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, store
         return replace(made, notes=(*made.notes, *notes))
 
     try:
-        dtype = narrower(call.checkpoint, read.policy)
+
+        def native() -> bool:
+            return all(spec.native_bf16 for spec in specs(True))
+
+        dtype = narrower(call.checkpoint, read.policy, native)
         made, notes = read.quant.least_loss(planned, stored=stored, dtype=dtype)
     except PlanInfeasibleError as error:
         fits = [] if read.quant else QuantPolicy.that_fits(planned, stored=stored)

@@ -90,6 +90,10 @@ class Devices:
     opened: dict[str, Device]
     notes: list[str] = field(default_factory=list)
 
+    def native_bf16(self) -> bool:
+        """Return whether all of the devices compute in bfloat16; see `_native_bf16`."""
+        return all(map(self._native_bf16, self.opened))
+
     def _native_bf16(self, name: str) -> bool:
         """Return whether a device reports, and a probe confirms, that it computes in bfloat16."""
         if not self.opened[name].info.native_bf16:

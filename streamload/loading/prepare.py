@@ -489,7 +489,7 @@ class Decision:
                     found.planned(place.devices),
                 ),
                 stored=stored,
-                dtype=narrower(call.checkpoint, asked.policy),
+                dtype=narrower(call.checkpoint, asked.policy, place.devices.native_bf16),
             )
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:

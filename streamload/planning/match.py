@@ -13,7 +13,7 @@ from typing import Any, Literal
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import open_shard
 from streamload.codecs.scheme import SCHEMES, CodedWeight
-from streamload.codecs.weights import Packed, shape_in_models
+from streamload.codecs.weights import Packed, is_text, shape_in_models
 from streamload.core.computed import is_computed
 from streamload.core.dtypes import BY_NAME
 from streamload.core.location import Location
@@ -453,6 +453,9 @@ def match(
             form, wanted = held_as, held_as.made.parts[0].shape
             if math.prod(shape) == math.prod(wanted):
                 source, shape = replace(source, shape=wanted), wanted
+        given = parameter.shape if form is None else wanted
+        if form is None and is_text(name) and len(shape) == len(wanted) == 1:
+            given = wanted = shape  # of any length
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             if parameter.dtype in _FLOATS and not _is_float(checkpoint, source.rows):
@@ -486,7 +489,7 @@ def match(
         there = model.reusable.get(number)
         out.wants.append(
             TensorRequest(
-                *(name, parameter.shape if form is None else wanted, filled.rows, filled.transpose),
+                *(name, given, filled.rows, filled.transpose),
                 *(where, held, dtype, there),
                 fixed=parameter.fixed,
             )

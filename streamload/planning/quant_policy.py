@@ -276,11 +276,14 @@ def _is_of(kind: str, format: str) -> bool:
     return kind in (format, f"bnb-{format.removesuffix('-nested').removeprefix('bitsandbytes-')}")
 
 
-def narrower(checkpoint: Checkpoint, policy: DTypePolicy) -> DType | None:
+def narrower(
+    checkpoint: Checkpoint, policy: DTypePolicy, native_bf16: Callable[[], bool]
+) -> DType | None:
     """Return the 16-bit dtype that "auto" tries for a checkpoint with float32 or float64 weights.
 
-    float16 rounds less; bfloat16 if config.json or the other weights have it. None if weights have
-    a dtype by ``policy``, are stored quantized, or have both 16-bit dtypes.
+    float16 rounds less; bfloat16 if config.json or the other weights have it, and if the devices
+    compute in it (``native_bf16``, which may probe them). None if weights have a dtype by
+    ``policy``, are stored quantized, or have both 16-bit dtypes.
     """
     if checkpoint.groups or checkpoint.stored:
         return None
@@ -289,7 +292,9 @@ def narrower(checkpoint: Checkpoint, policy: DTypePolicy) -> DType | None:
     stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     others = floats - {F32, F64}
     wanted = BF16 if BF16 in others or (stated == BF16.name and F16 not in others) else F16
-    return wanted if others < floats and others <= {wanted} else None
+    if not (others < floats and others <= {wanted}):
+        return None
+    return F16 if wanted is BF16 and (policy.fp16_cast or not native_bf16()) else wanted
 
 
 def of_layers(names: Iterable[str], *more: str) -> frozenset[str]:

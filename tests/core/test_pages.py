@@ -107,7 +107,7 @@ def test_many_ranges_in_any_order() -> None:
 def test_without_a_page_map_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system does not tell, the answer is None."""
 
-    def absent(*_: object) -> int:
+    def absent(*_: object, **options: object) -> int:
         raise FileNotFoundError("/proc/self/pagemap")
 
     monkeypatch.setattr(os, "open", absent)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy as sn
@@ -445,3 +446,56 @@ def test_auto_passes_over_formats_that_no_layer_has(tmp_path: Path) -> None:
     assert any('quant="auto" took int8' in note for note in report.notes)
     with pytest.raises(PlanInfeasibleError, match="needs"):
         streamload.load_state_dict(Layers(), path, budget="0.1MB", **options)
+
+
+@pytest.mark.parametrize("code", ["BF16", "F16", "F32"])
+def test_nf4_of_every_dtype_fills_linears(tmp_path: Path, code: str) -> None:
+    """The text of a weight's state is longer for bfloat16; also stored, and from one to another."""
+    values = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32)
+    paths = {}
+    for each, dtype in (("BF16", ml_dtypes.bfloat16), ("F16", np.float16), ("F32", np.float32)):
+        paths[each] = tmp_path / each
+        paths[each].mkdir()
+        data = {"l.weight": (each, (8, 128), values.astype(dtype).tobytes())}
+        write_safetensors(paths[each] / "model.safetensors", data)
+    stored = tmp_path / "stored"
+    streamload.convert(paths[code], stored, quant="nf4", progress=False)
+    for dtype in (None, "float16"):
+        identity = Tensor(np.eye(128, dtype=np.float32), device="CL")
+        model = {"l": nn.Linear(128, 8, bias=False)}
+        options: dict[str, Any] = {"device": "CL", "progress": False}
+        streamload.load_state_dict(model, paths[code], quant="nf4", dtype=dtype, **options)
+        assert type(model["l"]) is QuantLinear
+        found = model["l"](identity).numpy().T
+        assert np.abs(found - values).max() < 0.5
+        plain = {"l": nn.Linear(128, 8, bias=False)}
+        replace_linears(plain, lambda name: "nf4")
+        for path, quant in [(stored, None), *((path, "nf4") for path in paths.values())]:
+            streamload.load_state_dict(plain, path, quant=quant, **options)
+            other = plain["l"](identity).numpy().T
+            assert np.abs(other - values).max() < 0.5
+        streamload.load_state_dict(plain, stored, **options)
+        assert np.array_equal(plain["l"](identity).numpy().T, found)
+
+
+def test_a_model_with_a_captured_tinyjit_is_loaded_again(tmp_path: Path) -> None:
+    """What it captured is no parameter; it computes with the new values."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.l = nn.Linear(16, 8, bias=False)
+            self.forward_jit = TinyJit(self.forward)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.l(x).realize()
+
+    model, x = Model(), np.ones((1, 16), np.float32)
+    for seed in range(3):
+        values = np.random.default_rng(seed).standard_normal((8, 16)).astype(np.float32)
+        path = save(tmp_path, {"l.weight": values})
+        report = streamload.load_state_dict(model, path, device="CL", progress=False)
+        assert [p.name for p in report.plan.placements] == ["l.weight"]
+        for _ in range(3):
+            found = model.forward_jit(Tensor(x, device="CL").realize()).numpy()
+        assert np.allclose(found, values.sum(1), atol=1e-5)
+    assert "forward_jit.captured.ret" in get_state_dict(model)

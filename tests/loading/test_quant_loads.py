@@ -33,6 +33,7 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
+from streamload.loading.place import Devices
 from streamload.planning.fit import NUMPY_SCRATCH_NBYTES
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy, quantised
@@ -395,9 +396,14 @@ def test_auto_takes_the_least_loss_that_fits(tmp_path: Path) -> None:
     ],
 )
 def test_auto_casts_before_it_quantizes(
-    tmp_path: Path, dtypes: Sequence[str], config: Any, took: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtypes: Sequence[str],
+    config: Any,
+    took: str,
 ) -> None:
     """Of float32, to the 16 bits that the configuration and the other weights have."""
+    monkeypatch.setattr(Devices, "_native_bf16", lambda self, name: True)
     arrays = {
         f"layers.{i}.weight": matrix(i, 2048, 1024, dtype=BY_NAME[dtypes[i % len(dtypes)]].numpy)
         for i in range(4)
@@ -413,6 +419,21 @@ def test_auto_casts_before_it_quantizes(
     assert any("took q8_0, for no format needs" in note for note in report.notes)
     report = load(path, quant="auto", budget=enough, dtype="checkpoint")  # which is asked for
     assert any("took q8_0" in note and "dtype=" not in note for note in report.notes)
+
+
+@pytest.mark.parametrize("device", [pytest.param("CPU", marks=pytest.mark.slow), "CL", "host"])
+def test_auto_asks_the_device_for_bfloat16(tmp_path: Path, device: str) -> None:
+    """It takes bfloat16 where loads of bfloat16 keep it: not where it is emulated, or broken."""
+    names = {}
+    for dtype, options in (("float32", {"quant": "auto"}), ("bfloat16", {})):
+        (tmp_path / dtype).mkdir()
+        values = matrix(0, 2048, 1024, dtype=BY_NAME[dtype].numpy)
+        path = write(tmp_path / dtype, {"layers.0.weight": values})
+        (path / "config.json").write_text('{"dtype": "bfloat16"}')
+        budget = 2 * 2**21 + 2**20 + (NUMPY_SCRATCH_NBYTES if lack() else 0)
+        report = load(path, device=device, budget=budget, dtype=None, **options)
+        names[dtype] = {p.dst.name for p in report.plan.placements}
+    assert names["float32"] == names["bfloat16"]
 
 
 def test_auto_leaves_weights_of_both_16_bits(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from streamload.codecs.schemes.gguf import BLOCK
 from streamload.core.dtypes import F32
 from streamload.devices.base import Swap
 from streamload.devices.tinygrad.product import Weight, product
-from streamload.devices.tinygrad.tensors import TO_TINYGRAD, tie_key
+from streamload.devices.tinygrad.tensors import TO_TINYGRAD, tensors_of, tie_key
 
 _NF4_BLOCK = 64  # elements
 _Module = TypeVar("_Module")
@@ -209,7 +209,7 @@ def replace_linears(
         ValueError: a format does not exist or cannot hold the weight, or names that share a weight
             have different formats. The model is as it was.
     """
-    tensors = nn.state.get_state_dict(model)
+    tensors = tensors_of(model)
     matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) > 1}
     if isinstance(formats, Mapping):
         rules = formats.items()
@@ -229,7 +229,7 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     Raises:
         ValueError: there is no layer for a format, or a Linear holds values already.
     """
-    tensors = nn.state.get_state_dict(model)
+    tensors = tensors_of(model)
     shared = _tied(tensors)
     wanted: dict[str, str | None] = {}
     for tied in shared:  # a checkpoint may have any one of the names

@@ -20,8 +20,10 @@ import tinygrad
 from tinygrad import Device as _Devices
 from tinygrad import Tensor, dtypes
 from tinygrad.device import Allocator, Buffer
+from tinygrad.engine.jit import CapturedJit
 from tinygrad.uop.ops import Ops, UOp
 
+from streamload.codecs.weights import is_text
 from streamload.core.computed import is_computed, is_statistic
 from streamload.core.dtypes import BY_NAME, DType
 from streamload.core.system import address_of, trim_heap
@@ -349,7 +351,12 @@ class TinygradParameter(_Tensors):
         return _HELD
 
     def attach(self, buffer: Any, dtype: DType) -> None:
-        self._put(over(buffer, dtype, self.shape))
+        if not any(map(is_text, self.names)):
+            self._put(over(buffer, dtype, self.shape))
+            return
+        length = buffer.numel() if isinstance(buffer, Tensor) else buffer.size
+        for tensor in self._entries:
+            tensor.uop = over(buffer, dtype, (length,))
 
     def invalidate(self, keep: bool) -> None:
         if 0 not in self.shape:
@@ -564,9 +571,16 @@ def tie_key(tensors: Iterable[Tensor]) -> Callable[[Tensor], Any]:
     return key
 
 
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Return ``get_state_dict`` of a model, without results that its TinyJits have captured."""
+    get = tinygrad.nn.state.get_state_dict
+    captured = tuple(f"{name}." for name in get(model, tensor_type=CapturedJit))
+    return {name: t for name, t in get(model).items() if not name.startswith(captured)}
+
+
 def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
     """Return a model's parameters, by ``get_state_dict``; tied tensors are one parameter."""
-    tensors = tinygrad.nn.state.get_state_dict(model)
+    tensors = tensors_of(model)
     for name, tensor in tensors.items():
         if is_absent(tensor.uop):
             raise OffloadError(f"{name} streams: the model is offloaded, close() it first")
