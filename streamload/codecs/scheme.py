@@ -140,7 +140,7 @@ ALL_SCHEMES = _Schemes()
 #: Modules of `schemes`; a new one is added here.
 _FILES = (
     *("bitsandbytes", "bitsandbytes_int8", "gguf", "gguf_k", "gguf_quants", "mlc"),
-    *("mxfp4", "packed", "scaled", "torchao"),
+    *("mlx", "mxfp4", "packed", "scaled", "torchao"),
 )
 _layouts: dict[str, Layout] = {}
 _finders: list[tuple[Callable[[str], bool] | None, Find]] = []

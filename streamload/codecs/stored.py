@@ -13,17 +13,27 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from streamload.codecs.scheme import complete_of, finder_of
-from streamload.codecs.weights import Layouts, Packed, QuantizedWeight, read_whole, scale_of
+from streamload.codecs.weights import (
+    Layouts,
+    Packed,
+    QuantizedWeight,
+    read_whole,
+    scale_beside,
+    scale_of,
+)
 from streamload.core.dtypes import BY_CODE, DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
 
 _T = TypeVar("_T")
 
+#: Last components of the names of tensors that only quantized weights have next to them.
+_COMPANIONS = ("scales", "qzeros", "zeros", "absmax", "SCB", "weight_scale", "scale_inv")
+
 #: Dtypes of quantized values, by id; a checkpoint without any has no quantized weight.
 _MARKS = frozenset(
     id(BY_CODE[code])
-    for code in ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+    for code in ("U8", "I8", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 )
 
 
@@ -80,6 +90,24 @@ def read_states(
     for (weight, (_, complete)), data in zip(wanted, read, strict=True):
         found[weight.name] = complete(layouts, weight, data)
     return found
+
+
+def unknown_codes(layouts: Layouts, known: Mapping[str, QuantizedWeight]) -> Mapping[str, str]:
+    """Return integer weights of no known layout that are next to scales, with the name of these.
+
+    ``known``: the known quantized weights, by the names of all their tensors.
+    """
+    out: dict[str, str] = {}
+    for info in layouts.tensors.values():
+        if info.dtype.kind not in ("int", "uint") or info.name in known or len(info.shape) < 2:
+            continue
+        module, dot, leaf = info.name.rpartition(".")
+        names = (*(f"{module}{dot}{each}" for each in _COMPANIONS), f"{info.name}.absmax")
+        beside = next((n for n in names if n != info.name and n in layouts.tensors), None)
+        beside = beside or scale_beside(layouts, info.name)
+        if beside is not None and beside not in known and leaf not in _COMPANIONS:
+            out[info.name] = beside
+    return out
 
 
 def kept_dtype(members: Mapping[str, QuantizedWeight], info: TensorInfo) -> DType | None:

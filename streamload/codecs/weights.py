@@ -37,7 +37,7 @@ def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterato
 
 _NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 #: The keys of config.json for the quantization of a checkpoint.
-CONFIG_KEYS = ("quantization_config", "compression_config")
+CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 
 
 def is_text(name: str) -> bool:
@@ -51,10 +51,11 @@ class QuantizedWeight:
 
     Attributes:
         kind: the layout: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
-            "mxfp4", "awq", "gptq", a block type of GGUF, or "torchao-" and torchao's class.
+            "mxfp4", "awq", "gptq", "mlx-4bit" (2bit to 8bit), a block type of GGUF, or "torchao-"
+            and torchao's class.
         name: the name of the weight.
         members: the tensors by role, the quantized values first: "weight", "scale",
-            "zero_point", "g_idx", "shape", "global_scale", "input_scale" and other "input_"s; of
+            "zero_point", "bias", "g_idx", "shape", "global_scale", "input_scale" and other "input_"s; of
             bitsandbytes "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state",
             "SCB" and "weight_format"; of torchao the names in its metadata.
         shape: the unpacked weight's shape; None if only values in the file state it (see

@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.decode import compile_decoder
-from streamload.codecs.scheme import CodedWeight, layout_of
-from streamload.codecs.stored import read_states
+from streamload.codecs.scheme import CodedWeight, is_blocks, layout_of
+from streamload.codecs.stored import read_states, unknown_codes
 from streamload.codecs.weights import Packed, QuantizedWeight
-from streamload.core.dtypes import PACKED, DType
+from streamload.core.dtypes import F64, PACKED, DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Parameter
-from streamload.errors import CheckpointError
+from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.files.header import Turn
 from streamload.planning.families import is_conv1d
 from streamload.planning.requests import DTypePolicy, TensorRequests
@@ -32,15 +32,30 @@ def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) 
     """
     if not policy.rules and not (blocks and checkpoint.stored):
         return []
+    for name, beside in unknown_codes(checkpoint.layouts, checkpoint.members).items():
+        if policy.asks(name, F64):  # any but "checkpoint"
+            info, wanted = checkpoint.tensors[name], policy.resolve(name, F64, native_bf16=True)
+            reason = (
+                f"it is packed in a layout that is not known, with {beside} next to it; leave it "
+                f'as it is: dtype={{"{name}": "checkpoint", ...}}'
+            )
+            raise UnsupportedCastError(
+                info.dtype.name, wanted.name, reason=reason, tensor=name, path=info.shard
+            )
     return [
         group.name
         for group in checkpoint.groups.values()
         if (dtype := PACKED.get(group.kind)) is not None
         and (
             policy.asks(group.name, dtype)
-            or (blocks and dtype.block > 1 and not policy.mentions(group.name))
+            or (blocks and group.name in checkpoint.stored and not policy.mentions(group.name))
         )
     ]
+
+
+def decoded_always(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of weights that no module of transformers holds: in blocks, as GGUF's."""
+    return [g.name for g in checkpoint.groups.values() if g.kind in PACKED and is_blocks(g.kind)]
 
 
 def asked_by_model(

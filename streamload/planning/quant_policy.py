@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.encode import Encoder, Quantized, encoder_for
 from streamload.codecs.parts import Array, Part
-from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight
+from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight, is_blocks
 from streamload.core.dtypes import BF16, F16, F32, F64, DType
 from streamload.core.patterns import did_you_mean
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo
@@ -197,9 +197,12 @@ class QuantPolicy:
         kinds = dict.fromkeys(g.kind for g in checkpoint.groups.values()) or [method] * bool(method)
         problem = "no weight is stored quantised: leave quant= out"
         if kinds:
+            kept = "from_pretrained keeps them as they are stored"
+            if all(map(is_blocks, kinds)):  # MLX's
+                kept = "they are dequantised"
             problem = (
                 f"its quantised weights ({', '.join(kinds)}) are no blocks of GGUF: leave quant= "
-                "out, and from_pretrained keeps them as they are stored"
+                f"out, and {kept}"
             )
         raise ValueError(f'quant="stored": {checkpoint.path}: {problem}')
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.weights import CONFIG_KEYS
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.units import parse_bytes
 from streamload.devices.names import framework
@@ -26,9 +27,8 @@ from streamload.loading.prepare import Options
 from streamload.loading.report import LoadReport
 from streamload.offloading.offload import Offloaded, offload
 from streamload.offloading.suggest import OFFLOAD
-from streamload.planning.dequantize import asked, dequantized
+from streamload.planning.dequantize import all_dequantized, decoded_always, dequantized
 from streamload.planning.match import same_bytes
-from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta, outer_of
 from streamload.transformers.dtypes import Dtypes
@@ -74,7 +74,10 @@ class Prepared:
         `name`: the configuration's ``name_or_path``; `dtype`: the caller's ``dtype=``.
         """
         config, stored = configuration_of(checkpoint, wanted), checkpoint
-        checkpoint = dequantized(checkpoint, asked(checkpoint, DTypePolicy(), blocks=True))
+        checkpoint = dequantized(checkpoint, decoded_always(checkpoint))
+        if all_dequantized(checkpoint):
+            for key in CONFIG_KEYS:
+                config.__dict__.pop(key, None)
         if wanted.config is not None or wanted.changes:  # the size of the KV cache depends on it
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name

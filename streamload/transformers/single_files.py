@@ -25,8 +25,7 @@ from streamload.core.dtypes import F16
 from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError
 from streamload.loading.place import Devices
-from streamload.planning.dequantize import asked, dequantized
-from streamload.planning.requests import DTypePolicy
+from streamload.planning.dequantize import decoded_always, dequantized
 from streamload.transformers.configuration import first_line
 from streamload.transformers.dtypes import split_rules
 from streamload.transformers.pipeline_models import Diffused, Part, in_dtype, on_meta, part_of
@@ -122,7 +121,7 @@ def contents(
 
     `classes`: the class and the configuration, or its folder, of each model.
     """
-    floats = dequantized(checkpoint, asked(checkpoint, DTypePolicy(), blocks=True))
+    floats = dequantized(checkpoint, decoded_always(checkpoint))
     stand_ins = StandIns(floats)
     tensors = _named(stand_ins, floats)
     held: dict[str, InFile] = {}

@@ -1,0 +1,164 @@
+"""Checkpoints that MLX quantised: read as mlx.core dequantises them; unknown codes are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+from parameters import product
+from safetensors_files import write_safetensors
+
+import streamload
+import streamload.transformers
+from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastError
+
+mx = needs.runtime("mlx.core")
+
+NAME = "model.layers.0.self_attn.q_proj"
+
+
+def write(
+    folder: Path, bits: int, group: int, dtype: str, shape: tuple[int, ...] = (24, 256), **more: Any
+) -> Any:
+    """A weight that MLX quantised, and its elements by MLX in float32."""
+    mx.random.seed(bits)
+    weight = mx.random.normal(shape).astype(getattr(mx, dtype))
+    codes, scales, biases = mx.quantize(weight, group_size=group, bits=bits)
+    arrays = {f"{NAME}.weight": codes, f"{NAME}.scales": scales, f"{NAME}.biases": biases}
+    folder.mkdir(parents=True, exist_ok=True)
+    norm = mx.ones((4,), dtype=mx.bfloat16)
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays | {"norm.weight": norm})
+    said = {"group_size": group, "bits": bits, **more}
+    (folder / "config.json").write_text(json.dumps({"quantization": said}))
+    wide = (each.astype(mx.float32) for each in (scales, biases))
+    return np.array(mx.dequantize(codes, *wide, group_size=group, bits=bits))
+
+
+def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
+    """The tensors of a load to the host, by name."""
+    options = {"device": "host", "progress": False, **options}
+    return streamload.load_state_dict(None, path, dtype=dtype, **options).state_dict
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"),
+    product(
+        (2, 3, 4, 5, 6, 8),
+        (32, 64, 128),
+        ("bfloat16", "float16", "float32"),
+        fast=lambda bits, group, dtype: (group, dtype) == (64, "bfloat16") or bits == 4,
+    ),
+)
+def test_what_mlx_quantised(tmp_path: Path, bits: int, group: int, dtype: str) -> None:
+    """All bits and groups give MLX's elements, whole and in small chunks, and in conversions."""
+    expected = write(tmp_path, bits, group, dtype)
+    for chunk in (None, 4096):
+        found = load(tmp_path, chunk_nbytes=chunk)
+        assert {*found} == {f"{NAME}.weight", "norm.weight"}
+        assert np.array_equal(found[f"{NAME}.weight"], expected)
+    streamload.convert(tmp_path, tmp_path / "out", dtype="float32", progress=False)
+    assert np.array_equal(load(tmp_path / "out")[f"{NAME}.weight"], expected)
+    assert "quantization" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_experts_and_settings_of_one_module(tmp_path: Path) -> None:
+    """A stack of matrices has the same layout; a module may have settings of its own."""
+    own = {NAME: {"group_size": 32, "bits": 6}}
+    expected = write(tmp_path, 6, 32, "bfloat16", (3, 8, 128))
+    said = {"group_size": 64, "bits": 4, **own}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": said}))
+    found = load(tmp_path)[f"{NAME}.weight"]
+    assert found.shape == (3, 8, 128)
+    assert np.array_equal(found, expected)
+
+
+def test_without_a_dtype_codes_stay(tmp_path: Path) -> None:
+    """A conversion without dtype= copies the weight as it is stored, which MLX opens."""
+    write(tmp_path, 4, 64, "bfloat16")
+    streamload.convert(tmp_path, tmp_path / "out", progress=False)
+    assert streamload.open_checkpoint(tmp_path / "out")[f"{NAME}.weight"].dtype.name == "uint32"
+    assert "quantization" in json.loads((tmp_path / "out" / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"nothing is quantised.*stored quantised \(mlx-4bit\)"):
+        streamload.convert(tmp_path, tmp_path / "again", quant="nf4", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "bits and groups are not stated"),
+        ({"quantization": {"group_size": 64}}, "bits and groups are not stated"),
+        ({"quantization": {"group_size": 64, "bits": 8}}, "shape of a quantised weight"),
+        ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "packed in another way"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path: Path, settings: Any, problem: str) -> None:
+    """The error names the file and the tensor, and config.json's key."""
+    write(tmp_path, 4, 64, "bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=problem) as raised:
+        load(tmp_path)
+    assert raised.value.tensor in (f"{NAME}.weight", f"{NAME}.scales")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model(tmp_path: Path) -> None:
+    """A model of transformers gets MLX's elements, with and without a dtype, and offloaded."""
+    torch, transformers = needs.module("torch"), needs.module("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=96, num_attention_heads=4, **sizes)
+    expected = transformers.LlamaForCausalLM(config).eval()
+    arrays: dict[str, Any] = {}
+    for name, tensor in expected.state_dict().items():
+        array = mx.array(tensor.numpy())
+        if array.ndim < 2:
+            arrays[name] = array
+            continue
+        stem = name.removesuffix("weight")
+        parts = mx.quantize(array, group_size=32, bits=4)
+        arrays |= zip((name, f"{stem}scales", f"{stem}biases"), parts, strict=True)
+        tensor.copy_(torch.tensor(np.array(mx.dequantize(*parts, group_size=32, bits=4))))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    said = {"group_size": 32, "bits": 4}
+    document = {**config.to_dict(), "quantization": said, "quantization_config": said}
+    document["architectures"] = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    tokens = torch.arange(8)[None]
+    own = transformers.LlamaForCausalLM(config).eval()
+    streamload.load_state_dict(own, tmp_path, device="cpu", progress=False)
+    opened = streamload.transformers.from_pretrained(
+        tmp_path, dtype="float32", device="cpu", progress=False
+    )
+    assert getattr(opened.config, "quantization_config", None) is None
+    with torch.no_grad():
+        wanted = expected(tokens).logits
+        for model in (own, opened):
+            assert torch.equal(model(tokens).logits, wanted)
+
+
+#: Names next to an integer weight that say that it is packed.
+COMPANIONS = ("scales", "qzeros", "weight_scale", "weight.absmax", "weight_scales")
+
+
+@pytest.mark.parametrize("companion", COMPANIONS)
+@pytest.mark.parametrize("code", ["U8", "I8", "I32"])
+def test_unknown_packed_weights_are_refused(tmp_path: Path, code: str, companion: str) -> None:
+    """dtype= does not pass codes of an unknown layout as if they were integers."""
+    nbytes = {"U8": 1, "I8": 1, "I32": 4}[code]
+    write_safetensors(
+        tmp_path / "model.safetensors",
+        {
+            f"{NAME}.weight": (code, (2, 8), bytes(16 * nbytes)),
+            f"{NAME}.{companion}": ("F64", (2,), bytes(16)),
+        },
+    )
+    with pytest.raises((UnsupportedCastError, CheckpointError), match="weight") as raised:
+        load(tmp_path)
+    assert isinstance(raised.value, StreamloadError)
+    with pytest.raises((UnsupportedCastError, CheckpointError), match="weight"):
+        streamload.convert(tmp_path, tmp_path / "out", dtype="float16", progress=False)
+    assert not (tmp_path / "out").exists()
