@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from streamload.codecs.scheme import complete_of, finder_of
+from streamload.codecs.scheme import complete_of, finder_of, is_blocks
 from streamload.codecs.weights import (
     Layouts,
     Packed,
@@ -21,11 +21,14 @@ from streamload.codecs.weights import (
     scale_beside,
     scale_of,
 )
-from streamload.core.dtypes import BY_CODE, DType
+from streamload.core.dtypes import BY_CODE, PACKED, DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
 
 _T = TypeVar("_T")
+
+#: The "quant_method" in config.json of what only streamload's modules hold.
+OWN_METHOD = "streamload"
 
 #: Last components of the names of tensors that only quantized weights have next to them.
 _COMPANIONS = ("scales", "qzeros", "zeros", "absmax", "SCB", "weight_scale", "scale_inv")
@@ -51,7 +54,7 @@ def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
         for header in layouts.shards
         for name, one in header.stored.items()
         if (info := layouts.tensors.get(name)) is not None and not isinstance(info, Packed)
-    }
+    } | _own_blocks(layouts)
     owners = out.copy()
     finder = cache(finder_of)  # the last components of names are few
     for info in layouts.tensors.values():
@@ -73,6 +76,34 @@ def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
                 )
         out[weight.name] = weight
     return MappingProxyType(out)
+
+
+def _own_formats(layouts: Layouts) -> list[tuple[str, list[Any]]]:
+    """Return formats of streamload's modules and the names of their weights, by config.json."""
+    said = layouts.quantization.get("formats") if layouts.method == OWN_METHOD else None
+    pairs = said.items() if isinstance(said, Mapping) else ()
+    return [(kind, names) for kind, names in pairs if isinstance(names, list)]
+
+
+def _own_blocks(layouts: Layouts) -> dict[str, QuantizedWeight]:
+    """Return weights in blocks of safetensors files that streamload wrote, by config.json."""
+    out: dict[str, QuantizedWeight] = {}
+    for kind, names in _own_formats(layouts):
+        if not is_blocks(str(kind)):
+            continue
+        dtype = PACKED[str(kind)]
+        for name in names:
+            info = layouts.find(name) if isinstance(name, str) else None
+            if info is None or info.dtype.code != "U8" or isinstance(info, Packed):
+                continue
+            *rows, nbytes = info.shape or (0,)
+            if nbytes % dtype.nbytes(dtype.block):
+                expected = f"whole blocks of {dtype.nbytes(dtype.block)} bytes a row"
+                layouts.refuse_shape(info, expected)
+            shape = (*rows, dtype.numel(nbytes))
+            members = {"weight": info}
+            out[name] = QuantizedWeight(str(kind), name, members, shape, (dtype.block,), 8)
+    return out
 
 
 def read_states(
@@ -98,8 +129,10 @@ def unknown_codes(layouts: Layouts, known: Mapping[str, QuantizedWeight]) -> Map
     ``known``: the known quantized weights, by the names of all their tensors.
     """
     out: dict[str, str] = {}
+    own = {str(name) for _, names in _own_formats(layouts) for name in names}
     for info in layouts.tensors.values():
-        if info.dtype.kind not in ("int", "uint") or info.name in known or len(info.shape) < 2:
+        is_codes = info.dtype.kind in ("int", "uint") and len(info.shape) > 1
+        if not is_codes or info.name in known or info.name in own:
             continue
         module, dot, leaf = info.name.rpartition(".")
         names = (*(f"{module}{dot}{each}" for each in _COMPANIONS), f"{info.name}.absmax")

@@ -55,9 +55,9 @@ class QuantizedWeight:
             and torchao's class.
         name: the name of the weight.
         members: the tensors by role, the quantized values first: "weight", "scale",
-            "zero_point", "bias", "g_idx", "shape", "global_scale", "input_scale" and other "input_"s; of
-            bitsandbytes "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state",
-            "SCB" and "weight_format"; of torchao the names in its metadata.
+            "zero_point", "bias", "g_idx", "shape", "global_scale", "input_scale" and other
+            "input_"s; of bitsandbytes "absmax", "quant_map", "nested_absmax", "nested_quant_map",
+            "quant_state", "SCB" and "weight_format"; of torchao the names in its metadata.
         shape: the unpacked weight's shape; None if only values in the file state it (see
             `stored.read_states`), or torchao alone knows its layout.
         block: how many elements share a scale, along each of the last axes of the weight; one

@@ -10,6 +10,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.cast_table import supported
 from streamload.codecs.decode import check_target
 from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES
+from streamload.codecs.stored import OWN_METHOD
 from streamload.codecs.weights import Packed, config_key, shape_in_models
 from streamload.conversion.openable import Verdict
 from streamload.core.dtypes import DType
@@ -213,7 +214,12 @@ def described(
     config = found[0]
     if config is None or any(other != config for other in found):
         why = "no quantization_config says both" if config else "transformers has no such weights"
-        return {}, [
+        by_format: dict[str, list[str]] = {}
+        for name, each in codes.items():
+            assert each.coding is not None, name
+            by_format.setdefault(each.coding.format, []).append(name)
+        said = {"quant_method": OWN_METHOD, "formats": by_format}
+        return {"quantization_config": said}, [
             f"the weights are {' and '.join(names)}, and {why}: only streamload reads them, for "
             "tinygrad into the modules of streamload.nn"
         ]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.decode import compile_decoder
 from streamload.codecs.scheme import CodedWeight, is_blocks, layout_of
-from streamload.codecs.stored import read_states, unknown_codes
+from streamload.codecs.stored import OWN_METHOD, read_states, unknown_codes
 from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import F64, PACKED, DType
 from streamload.core.location import Location
@@ -54,7 +54,12 @@ def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) 
 
 
 def decoded_always(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of weights that no module of transformers holds: in blocks, as GGUF's."""
+    """Return the names of weights in blocks, GGUF's and MLX's: no module of transformers has them.
+
+    Those that streamload wrote have modules of streamload, which `from_pretrained` makes.
+    """
+    if checkpoint.layouts.method == OWN_METHOD:
+        return []
     return [g.name for g in checkpoint.groups.values() if g.kind in PACKED and is_blocks(g.kind)]
 
 

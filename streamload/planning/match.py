@@ -236,10 +236,22 @@ class Match:
     def formats(
         self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
     ) -> dict[str, str]:
-        """Return the format that ``quant=`` gives parameters, by name; not those in ``coded``."""
+        """Return the format that ``quant=`` gives parameters, by name; not those in ``coded``.
+
+        Raises ValueError if a module holds a weight in another format already.
+        """
         wants = TensorRequests.of(checkpoint, self.wants)
-        found = zip(wants.names, quant.formats(checkpoint, wants), strict=True)
-        return {name: form for name, form in found if form is not None and name not in coded}
+        found = dict(zip(wants.names, quant.formats(checkpoint, wants), strict=True))
+        others = [n for n, form in found.items() if form and n in coded and coded[n].format != form]
+        if others:
+            held = ", ".join(dict.fromkeys(coded[name].format for name in others))
+            listed = ", ".join(others[:8]) + ", ..." * (len(others) > 8)
+            raise ValueError(
+                f"quant={found[others[0]]!r}: the model holds {len(others)} weights as {held} "
+                f"already, and modules keep their format: leave quant= out, or load into a new "
+                f"model: {listed}"
+            )
+        return {name: form for name, form in found.items() if form and name not in coded}
 
     def not_swapped(
         self,

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
+from streamload.codecs.stored import OWN_METHOD
 from streamload.devices.torch.quantized import Coded, make_dense
 from streamload.devices.torch.refused import allow_saving
 from streamload.devices.torch.tensors import CODED
@@ -35,7 +36,7 @@ from streamload.transformers.internals import (
 )
 
 #: The "quant_method" of layouts for which transformers has no modules.
-METHOD = "streamload"
+METHOD = OWN_METHOD
 _FORMATS = "formats"
 _BITSANDBYTES, _COMPRESSED = "bitsandbytes", "compressed-tensors"
 _WEIGHT = ".weight"

@@ -12,10 +12,12 @@ from typing import Any
 
 import distributed_helpers
 import ml_dtypes
+import needs
 import numpy as np
 import pytest
 from quant_loads_helpers import CODES, LAYERS, NAMES, Array, found_in, load, matrix, model, write
 from recording import Faults, RecordingDevice
+from safetensors_files import write_safetensors
 from stream_helpers import Run, prepare
 from thread_group import World, run
 
@@ -504,3 +506,40 @@ def test_nodes(tmp_path: Path, split: str, quant: Any) -> None:
         assert found == {name: whole[name] for name in found}
         for name in report.errors:  # a weight and its parts are on one node
             assert all(part in found for part in whole if part.startswith(name))
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_0"])
+def test_blocks_that_streamload_wrote_are_dequantised(tmp_path: Path, format: str) -> None:
+    """config.json says which tensors are blocks: dtype= makes floats of them, as of GGUF's."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((8, 64)).astype(np.float32)
+    name = "model.layers.0.q_proj.weight"
+    write_safetensors(
+        tmp_path / "in" / "model.safetensors", {name: ("F32", weight.shape, weight.tobytes())}
+    )
+    streamload.convert(tmp_path / "in", tmp_path / "q", quant=format, progress=False)
+    streamload.convert(tmp_path / "q", tmp_path / "out", dtype="float32", progress=False)
+    found = streamload.open_checkpoint(tmp_path / "out")[name]
+    assert (found.dtype.name, found.shape) == ("float32", (8, 64))
+    options = {"device": "host", "progress": False}
+    for path in (tmp_path / "q", tmp_path / "out"):
+        state = streamload.load_state_dict(None, path, dtype="float32", **options).state_dict
+        assert np.abs(state[name] - weight).max() < {"q8_0": 0.02, "q4_0": 0.3}[format]
+    again = streamload.load_state_dict(None, tmp_path / "q", **options).state_dict
+    assert again[name].dtype == np.uint8
+
+
+def test_another_format_on_a_reload_is_refused(tmp_path: Path) -> None:
+    """Modules keep their format: quant= with another one says so, and changes nothing."""
+    torch = needs.module("torch")
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])})
+    path = tmp_path / "model.safetensors"
+    values = {n: t.numpy() for n, t in model.state_dict().items()}
+    write_safetensors(path, {n: ("F32", a.shape, a.tobytes()) for n, a in values.items()})
+    for format in ("q8_0", "q8_0", None):
+        streamload.load_state_dict(model, path, quant=format, progress=False)
+    kept = model["layers"][0].state_dict()
+    for format in ("int8", "nf4", "q4_0"):
+        with pytest.raises(ValueError, match=r"holds 1 weights as q8_0 already.*layers\.0\.weight"):
+            streamload.load_state_dict(model, path, quant=format, progress=False)
+    assert all(torch.equal(kept[n], t) for n, t in model["layers"][0].state_dict().items())
