@@ -282,7 +282,8 @@ class Match:
             raise ValueError(f"{why}; without a model (model=None) the parts of each come by name")
         return [
             f"not quantised, {len(kept)} tensors of {format_bytes(sum(kept.values()))}, for their "
-            f"modules compute with them as they are, or others share them: {listed}"
+            "modules compute with them as they are, others share them, or they are sharded: "
+            f"{listed}"
         ]
 
     def check(

@@ -282,6 +282,23 @@ def test_what_is_no_linear_is_left_and_named() -> None:
     assert all(model[name] is before[name] for name in before if name != "linear")
 
 
+def test_sharded_linears_are_named_as_such(tmp_path: Path) -> None:
+    """They are Linears, on several devices; a model that has others quantises these."""
+    weight = np.ones((64, 64), np.float32)
+    tensors = {f"{name}.weight": ("F32", weight.shape, weight.tobytes()) for name in "ab"}
+    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    model = {name: nn.Linear(64, 64, bias=False) for name in "ab"}
+    model["a"].weight.shard_(("CPU:0", "CPU:1"), axis=0)
+    given: dict[str, Any] = {"quant": {"*.weight": "int8"}, "progress": False}
+    report = streamload.load_state_dict(model, path, **given)
+    assert any("sharded: a.weight" in note for note in report.notes)
+    model = {name: nn.Linear(64, 64, bias=False) for name in "ab"}
+    for layer in model.values():
+        layer.weight.shard_(("CPU:0", "CPU:1"), axis=0)
+    with pytest.raises(ValueError, match=r"theirs are Linear on several devices \(shard_\)"):
+        streamload.load_state_dict(model, path, **given)
+
+
 @pytest.mark.parametrize(
     ("format", "message"),
     [

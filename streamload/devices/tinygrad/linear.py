@@ -250,9 +250,14 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
 
     coded = {name: CodedWeight(form, shapes[name]) for name, form in replaced.items()}
     owners = {prefix: type(obj).__name__ for prefix, obj in walk(model, Tensor)}
-    others = (name for name in formats if name in tensors and name not in coded)
     plain = type(model).__name__  # of a flat dict, whose names may have dots
-    refused = {name: owners.get("".join(name.rpartition(".")[:2]), plain) for name in others}
+    refused: dict[str, str] = {}
+    for name in (name for name in formats if name not in coded):
+        whole = name if name in tensors else name.partition("[")[0]  # of a shard
+        if whole in tensors:
+            refused[name] = owners.get("".join(whole.rpartition(".")[:2]), plain)
+            if isinstance(tensors[whole].device, tuple):
+                refused[name] += " on several devices (shard_), whose weights stay floats"
     return Swap(coded, put, holders="tinygrad's nn.Linear", refused=refused)
 
 
