@@ -543,7 +543,10 @@ class Framework(Protocol):
         return ()
 
     def after_load(self, model: Any, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        """Call what `followed_by` names; ``missing`` and ``unexpected`` are names of tensors."""
+        """Call what `followed_by` names, and let buffers without values raise when they are used.
+
+        ``missing`` and ``unexpected`` are names of tensors.
+        """
         return
 
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:

@@ -22,6 +22,7 @@ from parameters import few
 import streamload
 from streamload import RowRange, open_checkpoint
 from streamload.errors import (
+    DeviceError,
     OutOfRangeError,
     PlanInfeasibleError,
     StateDictMismatchError,
@@ -564,6 +565,33 @@ def test_buffers_that_no_checkpoint_has_are_named(tmp_path: Path) -> None:
     real = make()
     assert not any("angles" in note for note in load(real, folder).notes)
     assert same_bits(real.angles, torch.ones(3))
+
+
+def test_a_buffer_without_values_raises_where_it_is_used(tmp_path: Path) -> None:
+    """BERT's positions: torch looks up rows by an index on meta, and computes with any memory."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 4)
+            self.register_buffer("ids", torch.arange(5), persistent=False)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.table(self.ids[: len(x)])
+
+    real = randomize(Positions(), 1)
+    real.ids = torch.arange(5)
+    folder, x = save(real, tmp_path / "x"), torch.ones(3, 4)
+    model = on_meta(Positions)
+    load(model, folder, device="cpu")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model.ids))):
+        with pytest.raises(DeviceError, match="a buffer that no checkpoint has"):
+            each(x) if isinstance(each, nn.Module) else each + 1
+    assert model.half().float().ids.is_meta  # the table is rounded: it is loaded again
+    load(model, folder, device="cpu")
+    assert torch.empty_like(model.ids, device="cpu").shape == (5,)
+    model.ids = torch.arange(5)
+    assert torch.equal(model(x), real(x))
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])

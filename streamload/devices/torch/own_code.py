@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from streamload.core.computed import is_computed
-from streamload.devices.torch.tensors import TO_TORCH, unwrapped_names
+from streamload.devices.torch.tensors import TO_TORCH, mark_unstored, unwrapped_names
 
 #: Functions of tensors that need no values.
 _FACTS = frozenset(
@@ -213,7 +213,12 @@ def followed_by(model: Any) -> list[str]:
 
 
 def after_load(model: Any, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Call the hooks that modules want called after a load, those of inner modules first."""
+    """Call the hooks that modules want called after a load, those of inner modules first.
+
+    Buffers that have no values still raise from then on.
+    """
+    if isinstance(model, nn.Module):
+        mark_unstored(model)
     if not followed_by(model):
         return
     keys = _IncompatibleKeys(list(missing), list(unexpected))

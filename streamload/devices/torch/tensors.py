@@ -54,6 +54,10 @@ _ASKED = frozenset(
 )  # fmt: skip
 
 
+#: Functions that an `UnstoredBuffer` may be called with, too.
+_MOVES = frozenset(("to", "half", "float", "double", "bfloat16", "type", "cpu", "cuda"))
+
+
 class _Raises:
     """Base of tensors without values: functions that compute with them raise DeviceError."""
 
@@ -63,7 +67,9 @@ class _Raises:
         if func.__name__ not in _ASKED:
             raise DeviceError(
                 "torch",
-                "this tensor has no values: a load failed, or its offload was closed "
+                "this tensor has no values: a load failed, its offload was closed, "
+                "or it is a buffer that no checkpoint has, of a model made on the meta device: the "
+                "load's notes name those, and model code computes them "
                 f"({func.__name__})",
             )
         with torch._C.DisableTorchFunctionSubclass():
@@ -79,6 +85,33 @@ class InvalidTensor(_Raises, torch.Tensor):
 
 class InvalidParameter(_Raises, nn.Parameter):
     """A parameter that a failed load left without values."""
+
+
+class UnstoredBuffer(_Raises, torch.Tensor):
+    """A buffer on the meta device that no checkpoint stores, once its model is loaded."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call functions that move it or read shape, dtype or device; raise for all others."""
+        if func.__name__ in _MOVES:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **(kwargs or {}))
+            return _marked_unstored(out) if out.is_meta else out
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), _marked_unstored(torch.empty_like(self)))
+
+
+def _marked_unstored(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().as_subclass(UnstoredBuffer)
+
+
+def mark_unstored(model: nn.Module) -> None:
+    """Let computing with a module's buffers on the meta device, which no load fills, raise."""
+    for _, (buffers, key) in _module_slots(model, persistent=False):
+        if type(buffers[key]) is torch.Tensor and buffers[key].is_meta:
+            buffers[key] = _marked_unstored(buffers[key])
 
 
 class TorchParameter(SlotParameter):
