@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from streamload.checkpoint.fetch import choose_fetch, coming, on_disk
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
+from streamload.codecs.weights import Packed
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.location import Url
 from streamload.core.memory import STAGING, Ledger, canonical_device
@@ -56,7 +57,7 @@ from streamload.planning.match import Match, shape_of, wants_of
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy, narrower
-from streamload.planning.requests import DeviceSpec
+from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import Source, named_by_user, parameters_of, sources
 from streamload.planning.stored_blocks import Kept, keep_blocks
 from streamload.planning.suggest import Wanted, call_of_library
@@ -354,6 +355,7 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
         checkpoint = as_in_models(dequantized(checkpoint, asked(checkpoint, read.policy)))
     elif checkpoint.groups or checkpoint.stored:
         checkpoint = _as_held(model, checkpoint, read, given)
+        read = replace(read, policy=_of_one_dtype(model, checkpoint, read.policy))
     read.quant.check_meant(checkpoint)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
     if model is not None:
@@ -362,6 +364,18 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
     if read.changes is NO_CHANGES:
         read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
     return Call(checkpoint, read, found)
+
+
+def _of_one_dtype(model: Any, checkpoint: Checkpoint, policy: DTypePolicy) -> DTypePolicy:
+    """Return the policy; all floats in float16 if blocks become float16 in new modules of torch.
+
+    Torch does not multiply float16 by float32, which files of blocks have for their vectors.
+    """
+    blocks = any(isinstance(t, Packed) and t.dtype.block > 1 for t in checkpoint.tensors.values())
+    if policy.rules or not blocks or framework_of(model) != "torch" or isinstance(model, Mapping):
+        return policy
+    held = any(p.keeps is not None for p in framework("torch").parameters(model))
+    return policy if held else DTypePolicy.parse("float16", policy.fp16_cast)
 
 
 def as_model_reads(

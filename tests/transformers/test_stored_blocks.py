@@ -451,3 +451,21 @@ def test_a_load_that_was_interrupted_is_completed_by_the_same_call(
     assert held(model) == held(expected)
     found = model.state_dict()
     assert all(torch.equal(found[name], each) for name, each in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("quant", [None, "stored"])
+def test_a_new_model_has_floats_of_one_dtype(tmp_path: Path, quant: Any, tied: bool) -> None:
+    """The file's norms are float32, its blocks become float16: torch multiplies no two dtypes."""
+    made = small_model("llama", tie_word_embeddings=tied)
+    tensors, types = in_blocks(tensors_of(made), lambda name: "Q8_0")
+    write(tmp_path / "m.gguf", tensors, types, config=made.config)
+    model = copy.deepcopy(made).to("meta")
+    model.tie_weights()
+    given: dict[str, Any] = {"quant": quant, "device": "cpu", "progress": False}
+    streamload.load_state_dict(model, tmp_path / "m.gguf", **given)
+    model.model.rotary_emb = made.model.rotary_emb  # the buffers that no file has
+    assert {t.dtype for t in model.state_dict().values()} <= {torch.float16, torch.uint8}
+    streamload.load_state_dict(made, tmp_path / "m.gguf", **given)  # stays float32
+    assert {t.dtype for t in made.state_dict().values()} <= {torch.float32, torch.uint8}
+    assert torch.allclose(logits(model).float(), logits(made), atol=0.01)
