@@ -49,6 +49,57 @@ def _run(folder: Path, code: str) -> None:
     cuda_stand_in.run(folder, PRELUDE + code)
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("driver.cuEventDestroy_v2(event)\nevent.wait()", "cuEventQuery: an event that was des"),
+        (
+            "stream = slot.stream\nslot.close()\ncall('cuStreamSynchronize', stream)",
+            "cuStreamSynchronize: a stream that was destroyed",
+        ),
+        (
+            "address = slot.address\nslot.close()\ncall('cuMemcpyHtoDAsync_v2', memory.address, "
+            "address, 8, 0)",
+            "a copy: from memory that is not locked",
+        ),
+        (
+            "context.copy(slot, 0, 8, memory.address)\ncall('cuMemFree_v2', memory.address)",
+            "cuMemFree: a copy of this memory has not ended",
+        ),
+        (
+            "address = memory.address\nmemory.close()\ncontext.copy(slot, 0, 8, address)",
+            "a copy: to memory that is not this context's",
+        ),
+        (
+            "kernels = cuda_stand_in.Kernels(driver, [(BY_CODE['BF16'], BY_CODE['F16'])])\n"
+            "kernel = bulk.kernel(BY_CODE['BF16'], BY_CODE['F16'], True)\n"
+            "call('cuModuleUnload', kernel)\nmemory.run(kernel, 1, [memory.address] * 4)",
+            "cuLaunchKernel: a module that was destroyed",
+        ),
+        (
+            "driver.cuCtxDestroy_v2(ctypes.c_void_p(context.handle))\nslot.close()",
+            "cuCtxPushCurrent: a context that was destroyed",
+        ),
+    ],
+)
+def test_what_was_destroyed_may_not_be_used(code: str, said: str, folder: Path) -> None:
+    """The stand-in ends the process, and says what was wrong."""
+    with pytest.raises(AssertionError, match=f"the stand-in of CUDA's driver: {said}"):
+        _run(
+            folder,
+            """
+slot, memory = cuda.PinnedStaging(context, 100), bulk.memory(100)
+event = slot.event
+
+def call(name, *arguments):
+    with context.current():
+        context.call(name, *arguments)
+
+"""
+            + code,
+        )
+
+
 def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
     """With the call that refused it."""
     _run(

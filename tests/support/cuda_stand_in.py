@@ -98,11 +98,11 @@ static Handle *make(int kind, Handle *context) {
     return handles + at;
 }
 static void need(const Handle *handle, int kind, const char *call) {
-    const char *names[] = {"", "context", "stream", "event", "module"};
+    const char *names[] = {"", "a context", "a stream", "an event", "a module"};
     char what[64];
     if (handle >= handles && handle < handles + MOST && handle->kind == kind
         && !handle->gone && !(handle->context && handle->context->gone)) return;
-    snprintf(what, sizeof what, "a %s that was destroyed, or never was", names[kind]);
+    snprintf(what, sizeof what, "%s that was destroyed, or never was", names[kind]);
     wrong(call, what);
 }
 static Handle *in(const char *call) {
@@ -220,6 +220,11 @@ int cuCtxCreate_v2(Handle **context, unsigned flags, int device) {
     made->device = device;
     contexts_made++;
     *context = stack[depth++] = made;
+    return 0;
+}
+int cuCtxDestroy_v2(Handle *context) {
+    need(context, CONTEXT, "cuCtxDestroy");
+    context->gone = 1;
     return 0;
 }
 int cuCtxSetCurrent(Handle *context) {
