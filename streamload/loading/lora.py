@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from streamload.codecs.weights import read_whole
 from streamload.core.location import Location, without_secrets
 from streamload.core.memory import first_that_fits
 from streamload.core.patterns import ending_in
+from streamload.core.system import callers_level
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, check_object, describe, parse_json_object
@@ -104,6 +106,7 @@ class Adapters:
             _Reader(checkpoint, path, float(scale), found).read()
         if found.replaced or found.by_tensor:
             _check_ties(checkpoint, found)
+            _warn_of_ties(checkpoint, found)
         return found
 
     @property
@@ -206,7 +209,10 @@ class _Reader:
             raw = json.dumps(self._config).encode()
         else:
             self._path = folder / _CONFIG
-            raw = read_json_file(self._path)
+            try:
+                raw = read_json_file(self._path)
+            except ShardNotFoundError as error:
+                raise replace(error, problem=f"{error.problem}; {_OTHERS}") from error
             self._config = _checked(parse_json_object(raw, self._path), self._path)
         self._hasher = hasher()
         self._hasher.update(raw)
@@ -333,8 +339,8 @@ class _Reader:
             self._refuse(info, problem, list(target.shape), list(info.shape))
         tied = [pair for pair in tied_names(self._checkpoint) if target.name in pair]
         if tied and ".base_layer." not in key:
-            problem = f"{' and '.join(tied[0])} are tied: peft would replace one of both"
-            self._refuse(info, problem, "tie_word_embeddings false in config.json", "true")
+            problem = f"{' and '.join(tied[0])} are tied: peft would replace one of both; "
+            self._refuse(info, problem + _UNTIED, "tie_word_embeddings false", "true")
         self._to.replaced[target.name] = info
         state = fingerprint(self._adapter.headers[info.shard])
         self._hasher.update(json.dumps([key, state]).encode())
@@ -349,6 +355,9 @@ class _Reader:
         found = [one for one in (name, shorter) if one in tensors][:1] or longer
         if len(found) != 1:
             problem = f"the adapter does not fit {self._checkpoint.path}"
+            for head, embedding in tied_names(self._checkpoint):
+                if name.endswith(head):
+                    problem += f", whose head is tied to {embedding}: {_UNTIED}"
             self._refuse(part, problem, f"a tensor {name!r} there", found or "none")
         target = tensors[found[0]]
         if target.dtype.kind != "float" or target.dtype.bits < 16 or target.is_computed:
@@ -422,10 +431,10 @@ def open_adapter(path: str | os.PathLike[str]) -> tuple[Checkpoint, Location]:
         return open_checkpoint(found), folder
     try:
         return open_checkpoint(folder / _FILES[0]), folder
-    except ShardNotFoundError:
+    except ShardNotFoundError as error:
         with suppress(ShardNotFoundError):
             return open_checkpoint(folder / _FILES[1]), folder
-        raise
+        raise replace(error, problem=f"{error.problem}; {_OTHERS}") from error
 
 
 def _checked(config: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
@@ -443,6 +452,33 @@ def _checked(config: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
                 json.dumps(value),
             )
     return config
+
+
+#: What a user writes for LoRA that peft has not saved.
+_OTHERS = (
+    "adapters= takes folders that peft has saved. For LoRA of kohya or diffusers write pipe = "
+    'streamload.diffusers.from_pretrained(BASE), and pipe.load_lora_weights("FILE"); for one of '
+    'peft\'s names alone write {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA} as '
+    f"{_CONFIG} beside {_FILES[0]}"
+)
+#: What a user writes for a base with a head of its own.
+_UNTIED = (
+    "save the base untied first: model = AutoModelForCausalLM.from_pretrained(BASE); "
+    "model.config.tie_word_embeddings = False; model.lm_head.weight = torch.nn.Parameter("
+    'model.get_input_embeddings().weight.detach().clone()); model.save_pretrained("UNTIED"), and '
+    'give "UNTIED" as the base'
+)
+
+
+def _warn_of_ties(checkpoint: Checkpoint, found: Adapters) -> None:
+    for head, embedding in tied_names(checkpoint):
+        if embedding in found.by_tensor:
+            warnings.warn(
+                f"the adapter changes {embedding}, which {head} is tied to: merged, it changes the "
+                "head, too, which it did not in training (peft's merge does the same). If logits "
+                f"matter, {_UNTIED}",
+                stacklevel=callers_level(),
+            )
 
 
 def _check_ties(checkpoint: Checkpoint, found: Adapters) -> None:

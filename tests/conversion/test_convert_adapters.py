@@ -26,7 +26,7 @@ import streamload
 from streamload.checkpoint.open import open_checkpoint
 from streamload.conversion.disk import WORK
 from streamload.core.dtypes import BF16
-from streamload.errors import CheckpointError
+from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.planning.partition import Node
 
 __all__ = ["start"]
@@ -235,15 +235,50 @@ def test_tied_weights(tmp_path: Path) -> None:
     path = tmp_path / "base"
     write(path / "model.safetensors", arrays)
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    quiet(path, tmp_path / "out", adapters=[lora])
+    with pytest.warns(UserWarning, match="lm_head.weight is tied to.*tie_word_embeddings = False"):
+        quiet(path, tmp_path / "out", adapters=[lora])
     a, b = (wide(each) for each in embedded.values())
     exact = wide(arrays[f"{embed}.weight"]) + (b @ a).T * 1.5
     assert_nearest(values(tmp_path / "out")[f"{embed}.weight"], exact)
-    with pytest.raises(CheckpointError, match="are tied: peft would replace one"):
+    with pytest.raises(CheckpointError, match=r"are tied: .*tie_word_embeddings = False"):
         quiet(path, tmp_path / "no", adapters=[whole])
+    for arrays_of_head in ({f"{BASE}lm_head.weight": random(3, 20, 12)}, pair("lm_head", 20, 12)):
+        head = adapter(tmp_path / "c", arrays_of_head, modules_to_save=None)
+        with pytest.raises(CheckpointError, match=r"head is tied to .*tie_word_embeddings = False"):
+            quiet(path, tmp_path / "no", adapters=[head])
     write(path / "model.safetensors", arrays | {"lm_head.weight": random(0, 20, 12)})
     with pytest.raises(CheckpointError, match="both are stored"):
         quiet(path, tmp_path / "no", adapters=[lora])
+
+
+@pytest.mark.parametrize("name", ["adapter_model", "pytorch_lora_weights"])
+def test_lora_that_peft_has_not_saved(base: Path, tmp_path: Path, name: str) -> None:
+    """Of kohya or diffusers: the line for pipelines; of peft's names: what the file lacks."""
+    folder = tmp_path / "a"
+    write(folder / f"{name}.safetensors", {"lora_unet_x.lora_down.weight": random(0, 4, 40)})
+    for path in (folder, folder / f"{name}.safetensors"):
+        with pytest.raises(ShardNotFoundError, match=r"pipe.load_lora_weights\(.*\"LORA\""):
+            quiet(base, tmp_path / "out", adapters=[path])
+
+
+@pytest.mark.slow
+def test_the_line_for_a_tied_base_works(tmp_path: Path) -> None:
+    """The base that it saves has a head of its own, which an adapter may change."""
+    torch, transformers = (needs.module(name) for name in ("torch", "transformers"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    config = transformers.LlamaConfig(num_attention_heads=4, tie_word_embeddings=True, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    head = adapter(tmp_path / "a", pair("lm_head", 64, 32))
+    with pytest.raises(CheckpointError) as caught:
+        quiet(tmp_path / "base", tmp_path / "out", adapters=[head])
+    line = caught.value.problem.partition("first: ")[2].partition(", and give")[0]
+    names = {"torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    line = line.replace("BASE", "base").replace('"UNTIED"', "untied")
+    exec(line, names | {"base": tmp_path / "base", "untied": tmp_path / "untied"})
+    quiet(tmp_path / "untied", tmp_path / "out", adapters=[head])
+    found, before = (values(tmp_path / each) for each in ("out", "untied"))
+    changed = {n for n, v in found.items() if not np.array_equal(v, before[n])}
+    assert changed == {"lm_head.weight"}
 
 
 def test_bases_in_another_form(base: Path, tmp_path: Path) -> None:
