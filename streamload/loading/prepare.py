@@ -209,13 +209,22 @@ class Options:
 
         def made(reading: Reading) -> Plan:
             try:
-                return make_plan(self._reading(request, reading))
+                return within(self._reading(request, reading))
             except PlanInfeasibleError as error:
                 # of ranks, each has a part of the budget that the call states
                 is_budget = error.device == STAGING and error.limit == "budget"
                 if not is_budget or self.is_part or error.needed_nbytes > (free or math.inf):
                     raise
                 raise error.suggesting([self.budget.with_host(error.needed_nbytes)]) from None
+
+        def within(request: PlanRequest) -> Plan:
+            found = make_plan(request)
+            over = 0 if free is None else found.machine_nbytes - free
+            if not 0 < over < found.host_nbytes:
+                return found
+            # the host holds more than staging: shorter chunks, or fewer threads
+            draft = replace(request.draft, host_budget_nbytes=found.host_nbytes - over)
+            return within(replace(request, draft=draft, host_limit="free memory"))
 
         found = made(reading)
         if free is None:
@@ -591,6 +600,7 @@ class _Demand:
         begun = process_nbytes()
         free = host_room_nbytes()
         free = None if free is None else max(free - options.host_held_nbytes, 0)
+        specs = [spec.within(free) for spec in specs]  # to compile took some of it
         made = options.plan(options.request(checkpoint, self.wants, specs, engine, tied), free)
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Literal
@@ -59,6 +59,18 @@ class DeviceSpec:
     def name(self) -> str:
         """Canonical name of the device."""
         return self.info.name
+
+    def within(self, host_nbytes: int | None) -> DeviceSpec:
+        """Return the device with at most so much free memory, less the reserve, of its host."""
+        if host_nbytes is None or not (self.info.shared_memory and self.info.charged):
+            return self
+        free, most = self.free_nbytes, max(host_nbytes - self.reserve_nbytes, 0)
+        host_free = self.host_free_nbytes
+        return replace(
+            self,
+            free_nbytes=most if free is None else min(free, most),
+            host_free_nbytes=host_nbytes if host_free is None else min(host_free, host_nbytes),
+        )
 
     def resident(self, nbytes: int) -> int:
         """Return the bytes that the allocator counts for a tensor of ``nbytes``."""

@@ -18,7 +18,11 @@ from safetensors_files import write_safetensors
 
 from streamload.bench.processes import call, measure
 from streamload.core.dtypes import BF16
+from streamload.core.memory import HostMemory
 from streamload.devices.probing import probe
+from streamload.errors import PlanInfeasibleError
+from streamload.loading import prepare
+from streamload.loading.load import read_call
 
 NBYTES = 200_000_000
 MEDIUM_NBYTES = 20_000_000
@@ -199,3 +203,36 @@ def test_a_limit_of_addresses(tmp_path: Path) -> None:
         assert "refused: does not fit on host" in found
         assert "the rest of RLIMIT_AS is" in found
         assert ('reader="pread"' in found) == ("reader" in options)
+
+
+@pytest.mark.parametrize("device", ["host", "CL"])
+def test_more_memory_never_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Nor where to compile the casts takes some of it after the devices were looked at."""
+    if device != "host" and not probe("tinygrad", device).works:
+        needs.lacking(device)
+    free = {"nbytes": 0}
+    compiler = prepare.host_engine
+
+    def compile_casts(*arguments: Any, **options: Any) -> Any:
+        free["nbytes"] -= 7_000_000
+        return compiler(*arguments, **options)
+
+    monkeypatch.setattr(prepare, "host_engine", compile_casts)
+    monkeypatch.setattr(prepare, "has_room_to_try", lambda parameters: False)
+    monkeypatch.setattr(HostMemory, "available_nbytes", lambda self: free["nbytes"])
+    make_checkpoint(tmp_path, shape_of_size(40_000_000, BF16))
+    call = read_call(tmp_path, device=device, budget="1TB", quant="nf4", reader="pread")
+    fits = []
+    for nbytes in range(30_000_000, 130_000_000, 1_000_000):
+        free["nbytes"] = nbytes
+        place = prepare.Place.look(None, call.checkpoint, call.options, device)
+        try:
+            prepare.Decision.make(place, call, None)
+            fits.append(True)
+        except PlanInfeasibleError:
+            fits.append(False)
+    assert sorted(fits) == fits
+    assert not fits[0]
+    assert fits[-1]
