@@ -35,8 +35,17 @@ _HELD = 3  # memory as a multiple of one read: its bytes, a copy, and heap overh
 
 
 def thread_nbytes(views: Iterable[View]) -> int:
-    """Return the bytes that a thread needs to read views, without the target: 3 MB or less."""
-    chunks = (chunk for view in views for chunk in view.chunks)
+    """Return the bytes that a thread needs to read views, without the target: 3 MB or less.
+
+    Whole rows that follow each other in the file are read to their place.
+    """
+    chunks = (
+        chunk
+        for view in views
+        for chunk in view.chunks
+        if chunk.shape[1:] != view.shape[1:]
+        or not _is_contiguous(chunk.shape, chunk.strides, view.itemsize)
+    )
     extents = (zip(chunk.shape, chunk.strides, strict=True) for chunk in chunks)
     longest = max((sum((n - 1) * step for n, step in each) for each in extents), default=0)
     return _HELD * min(longest, _SPAN_NBYTES)

@@ -542,6 +542,9 @@ def _report(
     errors = {names_of[i]: count for i, count in sorted(stats.errors.items())}
     warn_of_overflow(checkpoint.path, counts, made.out_of_range)
     tensors = target.state_dict
+    grown, measured = clock.grown_nbytes(decided.process_nbytes), dict(meter.peaks)
+    if "process" in measured:
+        measured["process"] += grown
     return LoadReport(
         path=str(checkpoint.path),
         plan=made,
@@ -551,11 +554,11 @@ def _report(
         stream_seconds=stats.seconds,
         transfer_seconds=stats.transfer_seconds if stats.read_nbytes else 0.0,
         predicted_nbytes={d.device: d.peak_nbytes for d in made.devices}
-        | {STAGING: made.host_nbytes, "process": made.process_nbytes},
+        | {STAGING: made.host_nbytes, "process": made.process_nbytes + grown},
         held_nbytes={
             name: ledger.peak(name) for name in (*(d.device for d in made.devices), STAGING)
         },
-        measured_nbytes=meter.peaks,
+        measured_nbytes=measured,
         counts=counts,
         errors=errors,
         skipped=decided.skipped,

@@ -304,9 +304,19 @@ def warn_of_overflow(
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A stopwatch for the report, which runs from its creation."""
+    """A stopwatch for the report, which runs from its creation; and the process's memory then."""
 
     begun: float = field(default_factory=time.perf_counter)
+    process_nbytes: int | None = field(default_factory=process_nbytes)
+
+    def grown_nbytes(self, now_nbytes: int | None) -> int:
+        """Return by how many bytes the process had grown when it had ``now_nbytes``; 0 if unknown.
+
+        That is mostly what the compiler of kernels keeps.
+        """
+        if now_nbytes is None or self.process_nbytes is None:
+            return 0
+        return max(now_nbytes - self.process_nbytes, 0)
 
     @property
     def seconds(self) -> float:

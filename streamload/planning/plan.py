@@ -46,9 +46,11 @@ TURN_NBYTES = 2**19
 # Bytes of the statistic of each quantized unit: a float32.
 STATISTIC_NBYTES = 4
 # Process memory of a load that does not grow with its tensors: stacks of threads, readers,
-# the first chunks. Measured: 0.1 to 1.2 MB with 1 to 8 threads, 2.9 MB with tinygrad's devices, and
-# 2.6 MB on the way to CUDA, where a driver adds to it.
-LOAD_NBYTES = 3 * 2**20
+# the first chunks. Measured: 0.1 to 0.4 MB with 2 threads, 1.2 MB with 8, and 2.6 MB on the way to
+# CUDA, where a driver adds to it.
+LOAD_NBYTES = 3 * 2**18
+_LOAD_THREADS = 4  # more take more
+_LOAD_THREAD_NBYTES = 2**17
 _STAGED_LOAD_NBYTES = 4 * 2**20
 # What servers' clients take of the process, and each thread's connection with its received bytes.
 # A download by huggingface_hub, with the pieces of 10 MB that it receives, took 41 MiB.
@@ -236,6 +238,7 @@ class Plan:
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory and d.charged)
         shared = all(d.shared_memory and d.charged for d in self.devices)
         load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
+        load += max(self.threads - _LOAD_THREADS, 0) * _LOAD_THREAD_NBYTES
         for kind in _CLIENT_NBYTES.keys() & set(self.readers):
             load += _CLIENT_NBYTES[kind] + self.threads * _CONNECTION_NBYTES[kind]
         return load + fresh + self.host_nbytes + sum(d.object_nbytes for d in self.devices)

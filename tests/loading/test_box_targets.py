@@ -211,3 +211,38 @@ def test_planning_itself_has_room(
     held = {"held": "float32", "dtype": "float16"} if device == "host" else {}
     found = _load(cgroup, folder / "many", device, state, room_nbytes, budget="80%", **held)
     assert (found["outcome"], "does not fit" in found["why"]) == ("refused", True), found
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    product(
+        ["host", "torch", "CL"],
+        ["plain", "cast", "nf4", "chunks"],
+        fast=lambda device, kind: device == "host" and kind in ("nf4", "chunks"),
+    ),
+)
+def test_predictions_are_within_two_percent(
+    cgroup: Boxes, folder: Path, tmp_path: Path, device: str, kind: str
+) -> None:
+    """As read from outside, with what the compiler keeps, of loads of 60 MB and more."""
+    path, options = folder / "large", dict[str, Any](budget="1GB")
+    if kind == "chunks":
+        import torch
+        from torch.distributed import checkpoint
+
+        weight = torch.ones(1024, 4096, dtype=torch.bfloat16)
+        state = {f"model.layers.{n}.w": weight + n for n in range(12)}
+        checkpoint.save(state, checkpoint_id=tmp_path / "chunks", no_dist=True)
+        path = tmp_path / "chunks"
+    case = {
+        **{"path": str(path), "shapes": str(folder / "large"), "device": device, "state": "none"},
+        **{"kind": "dict", "held": "bfloat16", "unchecked": True},
+        "options": options
+        | {"dtype": "float32" if kind == "cast" else "checkpoint"}
+        | {"quant": "nf4" if kind == "nf4" else None},
+    }
+    found = run_boxed(cgroup, case)
+    assert found["outcome"] == "loaded", found
+    predicted = found["said"]["predicted_nbytes"]
+    assert predicted > 50_000_000
+    assert abs(predicted / found["taken_nbytes"] - 1) < 0.02, found
