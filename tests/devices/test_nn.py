@@ -125,7 +125,7 @@ def test_gradients_of_a_compiled_kernel(format: str) -> None:
     assert np.allclose(of_bias.numpy(), g.sum((0, 1)), atol=1e-5)
 
 
-@pytest.mark.parametrize("format", LAYERS)
+@pytest.mark.parametrize("format", ["int8", "nf4"])  # blocks are dequantised without a word
 def test_what_an_error_says_of_stored_codes_loads_their_values(tmp_path: Path, format: str) -> None:
     """Plain Linears get no codes without scales; each suggested line gives the product."""
     rng = np.random.default_rng(3)
