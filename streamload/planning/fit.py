@@ -168,7 +168,7 @@ class DeviceShare:
     @cached_property
     def row_nbytes(self) -> int:
         """Most bytes, as read or placed, of a row, column or quantized block that no chunk cuts."""
-        turned = (p for p in self._packed if p.turned)
+        turned = (p for p, _ in self.placements.counted if p.src.is_packed and p.turned)
         rows = [
             *(p.row_numel * _widest(p) for p in self._changed),
             *(p.src.nbytes(p.unit_numel) for p in self._whole),

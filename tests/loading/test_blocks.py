@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 import streamload
 from streamload.core.dtypes import BY_NAME
 from streamload.core.tensors import Block, Columns, RowRange, TensorInfo, byte_ranges, first_byte
+from streamload.errors import PlanInfeasibleError
 from streamload.planning.blocks import cut
 from streamload.planning.plan import Plan
 from streamload.planning.sources import Source
@@ -143,3 +145,29 @@ def test_columns_that_are_not_there(row: RowRange, tmp_path: Path) -> None:
     save_file({"w": np.ones((4, 3), np.float32)}, path)
     with pytest.raises(streamload.errors.StateDictMismatchError, match="w"):
         streamload.load_state_dict(None, path, device="host", mapping={"w": row}, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_transposed_blocks_in_small_chunks(tmp_path: Path) -> None:
+    """A plan knows the least that transposed blocks convert in; what a refusal names is enough."""
+    torch, transformers = needs.module("torch"), needs.module("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=1, n_embd=256, n_head=4, vocab_size=64, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "in")
+    streamload.convert(tmp_path / "in", tmp_path / "g", to="gguf", quant="q8_0", progress=False)
+    expected = transformers.GPT2LMHeadModel(config)
+    options = {"device": "cpu", "dtype": "float32", "progress": False}
+    streamload.load_state_dict(expected, tmp_path / "g", **options)
+
+    def same(**more: Any) -> bool:
+        model = transformers.GPT2LMHeadModel(config)
+        streamload.load_state_dict(model, tmp_path / "g", **options, **more)
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+    for chunk in (2**16, 2**14, 2**10):
+        assert same(chunk_nbytes=chunk)
+    with pytest.raises(PlanInfeasibleError) as raised:
+        same(budget=10**5)
+    for more in (0, 200_000):
+        assert same(budget=raised.value.needed_nbytes + more)
