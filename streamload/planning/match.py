@@ -494,7 +494,8 @@ def match(
         name += parameter.shard
         first = checkpoint.tensors[source.rows[0].tensor]
         dtype = None if policy.mentions(first.name) else parameter.keeps
-        is_same = parameter.dtype == first.dtype.name or name in blocks or form is held_as
+        held_so = form is not None and form is held_as
+        is_same = parameter.dtype == first.dtype.name or name in blocks or held_so
         if is_same and first.name in stored_packed:
             dtype = first.dtype  # a module for quantized weights, which has the stored dtype
         if parameter.dtype in _FLOATS and not is_same and not policy.mentions(first.name):
