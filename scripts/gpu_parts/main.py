@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,8 +35,10 @@ from gpu_parts.state import (
 from streamload.bench.processes import Child, MeasurementError, call
 from streamload.core.units import format_bytes, format_table
 
-_TESTS_AT_ONCE = 5
-_TESTS_SHARE = 0.45  # of the minutes
+_TESTS_SHARE = 0.6  # of the minutes
+# one that measures the memory that all processes have taken of the device, and one that takes none
+_MEASURES, _STANDS_IN = re.compile(r"DriverMeter|info\.free_nbytes"), re.compile("cuda_stand_in")
+_LONG = ("stream_readers", "offload", "dequant", "product", "quant", "diffusers")  # longest first
 _ROW_S = 75.0  # most seconds for a step of a row
 _PREPARE_S = 200.0  # for a step
 _LAST_S = 15.0  # kept for the end
@@ -228,19 +230,36 @@ def _facts(run: Run) -> bool:
 
 
 def _test(run: Run, only: str) -> None:
-    """Run test files, several at once; one that asks for the memory of all processes, alone."""
+    """Run test files, one for two CPUs at once; those that measure the device's memory, alone."""
     files = [file for file in test_files() if fnmatch.fnmatch(file, only)]
     if run.rehearsed:
         files = files[:0]
     until = time.monotonic() + run.left_s * _TESTS_SHARE
-    alone = [file for file in files if "DriverMeter" in (ROOT / file).read_text()]
-    try:
-        for file in alone:
-            _tested(run, file, until)
-    finally:
-        run.device_is_free.set()
-    with run.threads(_TESTS_AT_ONCE) as pool:
-        list(pool.map(lambda file: _tested(run, file, until), [f for f in files if f not in alone]))
+    alone, beside, others = parted(files)
+    with run.threads(max((os.cpu_count() or 1) // 2, 1)) as pool:
+        begun = [pool.submit(_tested, run, file, until) for file in beside]
+        try:
+            for file in alone:
+                _tested(run, file, until)
+        finally:
+            run.device_is_free.set()
+        begun += [pool.submit(_tested, run, file, until) for file in others]
+        for one in begun:
+            one.result()
+
+
+def parted(files: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return test files that run alone, those beside them, which use no device, and the others."""
+    alone, beside, others = list[str](), list[str](), list[str]()
+    for file in files:
+        text = (ROOT / file).read_text()
+        if _STANDS_IN.search(text):
+            beside.append(file)
+        else:
+            (alone if _MEASURES.search(text) else others).append(file)
+    names = [f"test_{name}_cuda.py" for name in _LONG]
+    others.sort(key=lambda file: [*names, Path(file).name].index(Path(file).name))
+    return alone, beside, others
 
 
 def _tested(run: Run, file: str, until: float) -> None:
@@ -375,7 +394,6 @@ class _Row:
     function: str  # "module:function"
     arguments: dict[str, Any]
     needs: tuple[str, ...]  # names of what is prepared
-    package: str = ""  # without which it is skipped
 
 
 def _all_rows(run: Run, only: str) -> Iterator[_Row]:
@@ -408,14 +426,13 @@ def _all_rows(run: Run, only: str) -> Iterator[_Row]:
             elif kind == "pipeline":
                 given["path"] = str(run.work / f"pipeline-{count}")
                 given["expected"] = str(run.work / "expected-pipeline.pt")
-                yield _Row(name, "gpu_parts.jobs:pipeline", given, ("pipeline",), "diffusers")
+                yield _Row(name, "gpu_parts.jobs:pipeline", given, ("pipeline",))
             else:
                 files, expected, more = models[kind]
                 given |= more | {"path": str(run.work / f"{files}-{count}")}
                 given["expected"] = str(run.work / f"expected-{expected}.pt")
-                package = "bitsandbytes" if kind == "stored nf4" else ""
                 needs = (files.partition("-")[0], files)
-                yield _Row(name, "gpu_parts.jobs:model", given, needs, package)
+                yield _Row(name, "gpu_parts.jobs:model", given, needs)
 
 
 def _rows(run: Run, only: str) -> None:
@@ -428,7 +445,6 @@ def _rows(run: Run, only: str) -> None:
             facts["wrong"] = "not run: out of time"
         elif lacking := [need for need in row.needs if need in run.failed]:
             facts["wrong"] = run.failed[lacking[0]]
-            facts |= _skipped(row, facts["wrong"])
         else:
             child, ready = ready or _begun(run, row), None
             following = rows[at + 1 : at + 2]
@@ -440,13 +456,6 @@ def _rows(run: Run, only: str) -> None:
     if ready is not None:
         ready.close(at_once=True)
         run.children.discard(ready)
-
-
-def _skipped(row: _Row, why: str) -> dict[str, str]:
-    """Return why a row that failed need not run: if it failed for a package that is not there."""
-    if row.package and row.package in why and importlib.util.find_spec(row.package) is None:
-        return {"skipped": f"{row.package} is not installed"}
-    return {}
 
 
 def _begun(run: Run, row: _Row) -> Child:
@@ -475,7 +484,6 @@ def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
         trace = Path(row.arguments["trace"])
         text = trace.read_text(errors="replace") if trace.exists() else ""
         facts["trace"] = text.partition("\nExtension modules")[0][-_MOST_TRACE:]
-        facts |= _skipped(row, why)
     finally:
         run.children.discard(child)
     facts |= {"seconds": seconds, "host_nbytes": child.peak.anon_nbytes}
@@ -483,7 +491,7 @@ def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return f"{row['name']}: {row_problem(row) or row.get('skipped') or 'right'}"
+    return f"{row['name']}: {row_problem(row) or 'right'}"
 
 
 def _print(run: Run) -> int:
@@ -501,7 +509,7 @@ def _print(run: Run) -> int:
             format_bytes(row[key]) if row.get(key) else ""
             for key in ("device_nbytes", "host_nbytes")
         ]
-        said = "right" if row["right"] else "skipped" if row.get("skipped") else "WRONG"
+        said = "right" if row["right"] else "WRONG"
         table.append((row["name"], said, *took, error, *sizes))
     titles = ("row", "", "open, s", "first", "pass", "idle", "generate", "error", "device", "host")
     print(f"\n{run.found.get('device', run.device)}, {run.found['seconds']} s")

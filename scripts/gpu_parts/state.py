@@ -37,7 +37,7 @@ KINDS = (
     "pipeline",
 )
 ROWS = tuple(f"{kind}, {n} shard{'s' * (n > 1)}" for kind in KINDS for n in SHARDS)
-#: Begin the reason of a row or test that was skipped and need not run.
+#: Begin the reason of a test that was skipped and need not run.
 MAY_LACK = ("bitsandbytes", "no two CUDA devices", "one CUDA device")
 
 
@@ -134,8 +134,6 @@ def row_problem(row: Mapping[str, Any] | None) -> str:
     """Return what is wrong with a row; "" if it is right."""
     if row is None:
         return "not run"
-    if row.get("skipped"):
-        return "" if row["skipped"].startswith(MAY_LACK) else f"skipped: {row['skipped']}"
     return "" if row.get("right") is True else row.get("wrong") or "not right"
 
 

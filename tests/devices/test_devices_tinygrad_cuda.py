@@ -335,6 +335,8 @@ ticket = device.copy(slot, 1000, 1000, buffer, 2000)
 assert device.read(buffer, 2000, 3000) == bytes(range(250)) * 4  # waits, as tinygrad does
 ticket.wait()
 slot.close()
+assert count("events").value == 1  # the ticket's
+del ticket
 other = ctypes.c_void_p(1)
 driver.cuDevicePrimaryCtxRetain(ctypes.byref(other), 1)
 driver.cuCtxSetCurrent(other)  # somebody else's
@@ -410,6 +412,7 @@ os._exit(0)  # what is freed at exit is tinygrad's own affair
 def test_a_driver_of_another_name_is_used_through_tinygrad(path: Path, tmp_path: Path) -> None:
     """As on Windows: the generic way, as exact, one copy after the other."""
     library = cuda_stand_in.build(tmp_path, "libother.so")
+    (tmp_path / "libcuda.so.1").write_text("no library, in the place of a real driver's")
     run(
         tmp_path,
         path,
