@@ -109,6 +109,10 @@ class Layout(ABC):
     ) -> Decoder:
         """Read the weight's scales, and return its decoder; see `decode.decoder_of`."""
 
+    def held(self, kind: str, shape: tuple[int, ...]) -> Quantized:
+        """Return the arrays of a weight that stays as it is stored; ValueError for some shapes."""
+        return StoredBlocks(kind, shape, F32)
+
     @abstractmethod
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
         """Compile the kernel to ``dst`` ahead of its use; raise UnsupportedCastError on failure."""
@@ -238,7 +242,7 @@ class CodedWeight(NamedTuple):
         return _made(self.format, self.matrix)
 
     def operands(self, codes: str) -> list[str]:
-        """Return the names of the arrays that products read: codes, and those of `Form.parts`."""
+        """Return the names of the arrays that products read: codes, then those of `Form.parts`."""
         return _operands(self, codes)
 
     def names(self, codes: str) -> list[str]:
@@ -250,12 +254,15 @@ class CodedWeight(NamedTuple):
 def _made(format: str, shape: tuple[int, int]) -> Quantized:
     if format in SCHEMES:
         return SCHEMES[format].of(shape, F32)
-    return StoredBlocks(format, shape, F32)
+    layout = layout_of(format)
+    assert layout is not None, format
+    return layout.held(format, shape)
 
 
 @cache
 def _operands(coded: CodedWeight, codes: str) -> list[str]:
     made = coded.made
+    if made.form is None:
+        return coded.names(codes)
     parts = {part.suffix: part for part in made.parts}
-    others = () if made.form is None else made.form.parts
-    return [parts[suffix].name(codes) for suffix in ("", *(suffix for _, suffix in others))]
+    return [parts[suffix].name(codes) for suffix in ("", *(s for _, s in made.form.parts))]

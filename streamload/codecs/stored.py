@@ -78,7 +78,7 @@ def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
     return MappingProxyType(out)
 
 
-def _own_formats(layouts: Layouts) -> list[tuple[str, list[Any]]]:
+def own_formats(layouts: Layouts) -> list[tuple[str, list[Any]]]:
     """Return formats of streamload's modules and the names of their weights, by config.json."""
     said = layouts.quantization.get("formats") if layouts.method == OWN_METHOD else None
     pairs = said.items() if isinstance(said, Mapping) else ()
@@ -88,7 +88,7 @@ def _own_formats(layouts: Layouts) -> list[tuple[str, list[Any]]]:
 def _own_blocks(layouts: Layouts) -> dict[str, QuantizedWeight]:
     """Return weights in blocks of safetensors files that streamload wrote, by config.json."""
     out: dict[str, QuantizedWeight] = {}
-    for kind, names in _own_formats(layouts):
+    for kind, names in own_formats(layouts):
         if not is_blocks(str(kind)):
             continue
         dtype = PACKED[str(kind)]
@@ -129,7 +129,7 @@ def unknown_codes(layouts: Layouts, known: Mapping[str, QuantizedWeight]) -> Map
     ``known``: the known quantized weights, by the names of all their tensors.
     """
     out: dict[str, str] = {}
-    own = {str(name) for _, names in _own_formats(layouts) for name in names}
+    own = {str(name) for _, names in own_formats(layouts) for name in names}
     for info in layouts.tensors.values():
         is_codes = info.dtype.kind in ("int", "uint") and len(info.shape) > 1
         if not is_codes or info.name in known or info.name in own:

@@ -51,8 +51,8 @@ class QuantizedWeight:
 
     Attributes:
         kind: the layout: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
-            "mxfp4", "awq", "gptq", "mlx-4bit" (2bit to 8bit), a block type of GGUF, or "torchao-"
-            and torchao's class.
+            "mxfp4", "awq", "gptq", "mlx-4bit-64-bfloat16" (bits, group, dtype of scales), a block
+            type of GGUF, or "torchao-" and torchao's class.
         name: the name of the weight.
         members: the tensors by role, the quantized values first: "weight", "scale",
             "zero_point", "bias", "g_idx", "shape", "global_scale", "input_scale" and other

@@ -52,6 +52,7 @@ from streamload.planning.dequantize import (
     asked_by_model,
     dequantized,
     in_order_of,
+    kept_kinds,
 )
 from streamload.planning.match import Match, shape_of, wants_of
 from streamload.planning.partition import Node
@@ -225,7 +226,7 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
     checkpoint, read, found = call
     specs = partial(described, read, options["device"])
     try:
-        return _planned(call, specs, stored=bool(checkpoint.stored))
+        return _planned(call, specs, stored=bool(kept_kinds(checkpoint)))
     except PlanInfeasibleError as error:
         native = wants_of(checkpoint, found.fill).needs_native_bf16(read.policy)
         spec, *others = read.casting(specs(native))

@@ -132,7 +132,7 @@ class LoadOptions(PlanOptions, ModelOptions, total=False):
         quant: quantize the weights of layers on the way: a format, or patterns by name as for
             ``dtype``, where None leaves a tensor as it is: ``{"*.mlp.*": "nf4", "*": "q8_0"}``.
             Formats: "nf4" and "fp4" (bitsandbytes' 4 bits), "int8" (by rows), "q8_0", "q6_k" and
-            "q4_0" (GGUF's). "stored" keeps the blocks of a GGUF file, of any type. Norms, routers,
+            "q4_0" (GGUF's). "stored" keeps the codes of a GGUF file or of MLX. Norms, routers,
             the embedding and (but for "stored") the head stay as they are unless a pattern
             other than "*" names them, and so do tensors with one axis. Each weight becomes several
             tensors; see `streamload.codecs`. The report has each weight's error. In a torch model,

@@ -43,6 +43,7 @@ from streamload.loading.place import (
     open_devices,
 )
 from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choice
+from streamload.planning.dequantize import kept_kinds
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.match import Match, ModelParameters, Shapes, wants_of
 from streamload.planning.match import match as match_parameters
@@ -463,7 +464,7 @@ class Decision:
         offers: Collection[str] = ("quant", "residence", "device"),
     ) -> Decision:
         """Plan the load of a call; a PlanInfeasibleError suggests the options named in `offers`."""
-        asked, stored, holds = call.options, bool(call.checkpoint.stored), bool(place.coded)
+        asked, stored, holds = call.options, bool(kept_kinds(call.checkpoint)), bool(place.coded)
         swapping = None if place.owner is None else partial(place.owner.swap, place.model)
 
         def demanded(quant: QuantPolicy) -> _Demand:

@@ -63,6 +63,14 @@ def decoded_always(checkpoint: Checkpoint) -> list[str]:
     return [g.name for g in checkpoint.groups.values() if g.kind in PACKED and is_blocks(g.kind)]
 
 
+def kept_kinds(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the layouts of dequantized weights that ``quant="stored"`` can keep, by name."""
+    if checkpoint.layouts.method == OWN_METHOD:
+        return {}
+    packed = (each for each in checkpoint.tensors.values() if isinstance(each, Packed))
+    return {each.name: each.group.kind for each in packed if is_blocks(each.group.kind)}
+
+
 def asked_by_model(
     checkpoint: Checkpoint,
     policy: DTypePolicy,
@@ -190,10 +198,12 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
 
 def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     """Undo `dequantized` for the named weights: return the checkpoint with their stored bytes."""
-    tensors = {
-        name: info.group.values if name in names and isinstance(info, Packed) else info
-        for name, info in checkpoint.tensors.items()
-    }
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in checkpoint.tensors.items():
+        if name in names and isinstance(info, Packed):
+            tensors |= {each.name: each for each in info.group.members.values()}
+        else:
+            tensors[name] = info
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 

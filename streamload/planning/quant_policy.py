@@ -18,12 +18,14 @@ from typing import TypeAlias, TypeVar
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.encode import Encoder, Quantized, encoder_for
 from streamload.codecs.parts import Array, Part
-from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight, is_blocks
+from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight
+from streamload.codecs.stored import OWN_METHOD
 from streamload.core.dtypes import BF16, F16, F32, F64, DType
 from streamload.core.patterns import did_you_mean
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo
 from streamload.core.units import format_bytes
 from streamload.errors import Fit, PlanInfeasibleError, UnsupportedCastError
+from streamload.planning.dequantize import decoded_always, kept_kinds
 from streamload.planning.families import is_conv1d
 from streamload.planning.partition import Item, units_of
 from streamload.planning.placement import Placement
@@ -190,19 +192,18 @@ class QuantPolicy:
         return []
 
     def check_stored(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError if a rule is "stored", and a checkpoint has no blocks of GGUF."""
-        if not self.keeps_stored or checkpoint.stored:
+        """Raise ValueError if a rule is "stored", and a checkpoint has no blocks to keep."""
+        if not self.keeps_stored or kept_kinds(checkpoint) or decoded_always(checkpoint):
             return
         method = checkpoint.layouts.method
-        kinds = dict.fromkeys(g.kind for g in checkpoint.groups.values()) or [method] * bool(method)
+        kinds = dict.fromkeys(g.kind for g in checkpoint.groups.values())
+        if method == OWN_METHOD or not kinds:
+            kinds = dict.fromkeys([method] * bool(method))
         problem = "no weight is stored quantised: leave quant= out"
         if kinds:
-            kept = "from_pretrained keeps them as they are stored"
-            if all(map(is_blocks, kinds)):  # MLX's
-                kept = "they are dequantised"
             problem = (
-                f"its quantised weights ({', '.join(kinds)}) are no blocks of GGUF: leave quant= "
-                f"out, and {kept}"
+                f"its quantised weights ({', '.join(kinds)}) are no blocks of GGUF or MLX: leave "
+                "quant= out, and from_pretrained keeps them as they are stored"
             )
         raise ValueError(f'quant="stored": {checkpoint.path}: {problem}')
 

@@ -1,18 +1,19 @@
-"""Weights that a load keeps in the blocks of a GGUF file, by ``quant=``."""
+"""Weights that a load keeps as GGUF or MLX stores them, by ``quant=``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
 from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.parts import Part
 from streamload.codecs.scheme import CodedWeight
-from streamload.codecs.weights import Packed
 from streamload.core.tensors import RowTranspose, TensorInfo, whole
 from streamload.devices.base import NO_SWAP, Swap
-from streamload.planning.dequantize import with_blocks
+from streamload.planning.dequantize import kept_kinds, with_blocks
 from streamload.planning.quant_policy import STORED, QuantPolicy, no_holder, of_layers
 from streamload.planning.requests import TensorRequests
 from streamload.planning.sources import Found, Source
@@ -81,6 +82,11 @@ def keep_blocks(
     while len(alike := _alone(sources, fill)) < len(sources):
         sources = alike
     kept = {r.tensor for source in sources.values() for r in source.rows}
+    beside = {
+        part.name(name): _beside(source, part)
+        for name, source in sources.items()
+        for part in CodedWeight(asked[alone[name].name], alone[name].shape).made.parts[1:]
+    }
     left |= {name: asked[name] for name in asked if name not in kept and quant.stores(name)}
     if swap is not None and alone and left and not (made.coded or holds):
         classes = ", ".join(dict.fromkeys(made.refused.values()))
@@ -90,7 +96,7 @@ def keep_blocks(
     note = f"dequantised, for no module holds their blocks as they are: {listed}{more}"
     return Kept(
         with_blocks(checkpoint, kept) if kept else checkpoint,
-        found._replace(fill={**fill, **sources}) if kept else found,
+        found._replace(fill={**fill, **sources, **beside}) if kept else found,
         {name: made.coded[name] for name in sources if swap is not None},
         (note,) if left else (),
     )
@@ -106,18 +112,19 @@ def _asked(
     """
     kept: dict[str, str] = {}
     left: dict[str, str] = {}
-    if not (quant and checkpoint.stored):
+    kinds = kept_kinds(checkpoint) if quant else {}
+    if not kinds:
         return kept, left
     wants = TensorRequests.every(checkpoint)
     inside = of_layers(checkpoint.tensors, "head")
     for info, format in zip(wants.infos, quant.formats(checkpoint, wants), strict=True):
-        if not isinstance(info, Packed) or info.name not in checkpoint.stored:
+        if (kind := kinds.get(info.name)) is None:
             continue
         by_star = quant.rule(info.name) == ("*", STORED)
         if by_star and not of_model and info.name not in inside:
-            left[info.name] = info.group.kind
-        elif quant.stores(info.name) or info.group.kind == format:
-            kept[info.name] = info.group.kind
+            left[info.name] = kind
+        elif quant.stores(info.name) or kind == format:
+            kept[info.name] = kind
     return kept, left
 
 
@@ -130,6 +137,12 @@ def _alone(sources: Mapping[str, Source], fill: Mapping[str, Source]) -> dict[st
         for name, source in sources.items()
         if others.isdisjoint(r.tensor for r in source.rows)
     }
+
+
+def _beside(source: Source, part: Part) -> Source:
+    """Return the source of the part of a weight that is next to its codes, by their source."""
+    rows = (replace(r, tensor=part.name(r.tensor)) for r in source.rows)
+    return Source(rows, source.transpose)
 
 
 def _as_blocks(info: TensorInfo, source: Source, held: CodedWeight | None) -> Source | None:

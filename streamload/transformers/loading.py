@@ -115,7 +115,7 @@ def from_pretrained(
         adapter_name: the adapter's name in peft; None for "default".
         quant: quantize the weights of layers on the way, into modules of streamload, which need no
             package: a format, or patterns by name, as in `streamload.load_state_dict`. "stored"
-            keeps the blocks of a GGUF file, which otherwise become floats.
+            keeps the codes of a GGUF file or of MLX, which otherwise become floats.
         config_changes: attributes of the configuration. They are taken as arguments, too:
             ``num_labels=3``.
         offload: if the model does not fit, layers stream through the budget at every pass, as with

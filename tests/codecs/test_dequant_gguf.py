@@ -25,7 +25,7 @@ from streamload.core.tensors import TensorInfo
 
 gguf = module("gguf")
 
-KINDS = tuple(kind for kind, dtype in PACKED.items() if dtype.block > 1)
+KINDS = tuple(kind for kind, dtype in PACKED.items() if dtype.block > 1 and kind[:3] != "mlx")
 
 
 def _layout(kind: str) -> Blocks:

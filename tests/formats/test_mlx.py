@@ -82,7 +82,8 @@ def test_without_a_dtype_codes_stay(tmp_path: Path) -> None:
     streamload.convert(tmp_path, tmp_path / "out", progress=False)
     assert streamload.open_checkpoint(tmp_path / "out")[f"{NAME}.weight"].dtype.name == "uint32"
     assert "quantization" in json.loads((tmp_path / "out" / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"nothing is quantised.*stored quantised \(mlx-4bit\)"):
+    problem = r"nothing is quantised.*stored quantised \(mlx-4bit-64-bfloat16\)"
+    with pytest.raises(ValueError, match=problem):
         streamload.convert(tmp_path, tmp_path / "again", quant="nf4", progress=False)
 
 
@@ -104,31 +105,40 @@ def test_settings_that_do_not_fit(tmp_path: Path, settings: Any, problem: str) -
     assert raised.value.tensor in (f"{NAME}.weight", f"{NAME}.scales")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_model(tmp_path: Path) -> None:
-    """A model of transformers gets MLX's elements, with and without a dtype, and offloaded."""
+def write_model(folder: Path, bits: int = 4, group: int = 32, dtype: str = "float32") -> Any:
+    """A small Llama that MLX quantised; the model of transformers with MLX's elements."""
     torch, transformers = needs.module("torch"), needs.module("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(vocab_size=96, num_attention_heads=4, **sizes)
     expected = transformers.LlamaForCausalLM(config).eval()
     arrays: dict[str, Any] = {}
+    folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in expected.state_dict().items():
-        array = mx.array(tensor.numpy())
+        array = mx.array(tensor.numpy()).astype(getattr(mx, dtype))
         if array.ndim < 2:
             arrays[name] = array
             continue
         stem = name.removesuffix("weight")
-        parts = mx.quantize(array, group_size=32, bits=4)
+        parts = mx.quantize(array, group_size=group, bits=bits)
         arrays |= zip((name, f"{stem}scales", f"{stem}biases"), parts, strict=True)
-        tensor.copy_(torch.tensor(np.array(mx.dequantize(*parts, group_size=32, bits=4))))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays, metadata={"format": "mlx"})
-    said = {"group_size": 32, "bits": 4}
+        wide = (each.astype(mx.float32) for each in parts[1:])
+        elements = mx.dequantize(parts[0], *wide, group_size=group, bits=bits)
+        tensor.copy_(torch.tensor(np.array(elements)))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    said = {"group_size": group, "bits": bits}
     document = {**config.to_dict(), "quantization": said, "quantization_config": said}
     document["architectures"] = ["LlamaForCausalLM"]
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    tokens = torch.arange(8)[None]
-    own = transformers.LlamaForCausalLM(config).eval()
+    (folder / "config.json").write_text(json.dumps(document))
+    return expected
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model(tmp_path: Path) -> None:
+    """A model of transformers gets MLX's elements, with and without a dtype."""
+    torch, transformers = needs.module("torch"), needs.module("transformers")
+    expected, tokens = write_model(tmp_path), torch.arange(8)[None]
+    own = transformers.LlamaForCausalLM(expected.config).eval()
     streamload.load_state_dict(own, tmp_path, device="cpu", progress=False)
     opened = streamload.transformers.from_pretrained(
         tmp_path, dtype="float32", device="cpu", progress=False
@@ -138,6 +148,58 @@ def test_a_model(tmp_path: Path) -> None:
         wanted = expected(tokens).logits
         for model in (own, opened):
             assert torch.equal(model(tokens).logits, wanted)
+
+
+def held(model: Any) -> dict[str, str]:
+    """The layouts of the weights that modules of streamload hold, by name."""
+    return {
+        f"{name}.{leaf}": coded.format
+        for name, module in model.named_modules()
+        for leaf, coded in getattr(module, "_streamload_coded", {}).items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"),
+    product(
+        (2, 3, 4, 5, 6, 8),
+        (32, 64, 128),
+        ("bfloat16", "float16", "float32"),
+        fast=lambda bits, group, dtype: (
+            (bits, group, dtype) in ((3, 128, "bfloat16"), (4, 64, "bfloat16"), (8, 32, "float16"))
+        ),
+    ),
+)
+def test_codes_stay_in_modules(tmp_path: Path, bits: int, group: int, dtype: str) -> None:
+    """quant="stored" keeps codes, scales and biases, and computes with MLX's elements.
+
+    So do a load into a model of torch, a second one, and the saved model, whole and offloaded.
+    """
+    torch, transformers = needs.module("torch"), needs.module("transformers")
+    expected, tokens = write_model(tmp_path / "in", bits, group, dtype), torch.arange(8)[None]
+    options: dict[str, Any] = {"device": "cpu", "progress": False}
+    opened = streamload.transformers.from_pretrained
+    found = opened(tmp_path / "in", quant="stored", dtype="float32", **options)
+    own = transformers.LlamaForCausalLM(expected.config).eval()
+    for _ in range(2):
+        streamload.load_state_dict(own, tmp_path / "in", quant="stored", **options)
+    found.save_pretrained(tmp_path / "saved")
+    again = opened(tmp_path / "saved", dtype="float32", **options)
+    layers = opened(tmp_path / "saved", dtype="float32", offload=True, budget="1MB", **options)
+    with torch.no_grad():
+        wanted = expected(tokens).logits
+        for model in (found, own, again, layers):
+            assert torch.equal(model(tokens).logits, wanted)
+    for model in (found, own, again):
+        assert set(held(model).values()) == {f"mlx-{bits}bit-{group}-{dtype}"}
+        assert len(held(model)) == 15
+        codes = model.get_submodule(NAME).state_dict()
+        assert {name: str(each.dtype) for name, each in codes.items()} == {
+            "weight": "torch.uint32",
+            "scales": f"torch.{dtype}",
+            "biases": f"torch.{dtype}",
+        }
 
 
 #: Names next to an integer weight that say that it is packed.

@@ -33,7 +33,7 @@ __all__ = ["quiet"]
 IDS = torch.arange(40)[None] % 96
 #: Types that gguf-py quantises to; of the others blocks are random.
 MADE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "gguf-mxfp4")
-KINDS = tuple(kind for kind, dtype in PACKED.items() if dtype.block > 1)
+KINDS = tuple(kind for kind, dtype in PACKED.items() if dtype.block > 1 and kind[:3] != "mlx")
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -405,7 +405,9 @@ def test_without_blocks_it_is_refused(mixed: Path, tmp_path: Path) -> None:
             call(tmp_path / "own", quant="stored")
     small_model("llama").save_pretrained(tmp_path / "in")
     streamload.convert(tmp_path / "in", tmp_path / "int8", quant="int8", progress=False)
-    with pytest.raises(ValueError, match=r"\(int8\) are no blocks of GGUF: leave quant= out"):
+    with pytest.raises(
+        ValueError, match=r"\(int8\) are no blocks of GGUF or MLX: leave quant= out"
+    ):
         plan(tmp_path / "int8", quant="stored")
 
 

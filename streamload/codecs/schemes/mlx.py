@@ -13,6 +13,8 @@ mlx_lm/utils.py of mlx-lm 0.32. The modes without biases (mxfp4, nvfp4, mxfp8) a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -20,30 +22,33 @@ import numpy as np
 
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import check_lengths, floats
+from streamload.codecs.encode import StoredBlocks
 from streamload.codecs.llvm import Engine
-from streamload.codecs.parts import Array
-from streamload.codecs.scheme import Decoder, Layout, Read, register
+from streamload.codecs.parts import Array, Part
+from streamload.codecs.scheme import Decoder, Layout, Read, layout_of, register
+from streamload.codecs.stored import own_formats
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
-from streamload.core.dtypes import F32, DType
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
 from streamload.core.tensors import TensorInfo
 
 _BITS = (2, 3, 4, 5, 6, 8)
-_BLOCK = 32  # codes that fill whole words; a group has one or several of them
+_GROUPS = (32, 64, 128)
+BLOCK = 32  # codes that fill whole words; a group has one or several of them
 _STEP = 1 << 11  # blocks decoded at once
-_FLOATS = ("F16", "BF16", "F32")
+_FLOATS = (F16, BF16, F32)  # of scales and biases
 _KEY = "quantization"  # of config.json
 
 
 def _unpacked(data: Array, bits: int) -> Array:
     """Return the codes in the bytes of whole blocks, a block a row."""
     if bits == 8:
-        return data.reshape(-1, _BLOCK)
+        return data.reshape(-1, BLOCK)
     if bits == 4:
-        return np.stack((data & 15, data >> 4), axis=1).reshape(-1, _BLOCK)
-    nbytes = bits * _BLOCK // 8
+        return np.stack((data & 15, data >> 4), axis=1).reshape(-1, BLOCK)
+    nbytes = bits * BLOCK // 8
     rows = np.zeros((data.size // nbytes, nbytes + 1), np.uint16)
     rows[:, :-1] = data.reshape(-1, nbytes)
-    at, shift = np.divmod(np.arange(_BLOCK) * bits, 8)
+    at, shift = np.divmod(np.arange(BLOCK) * bits, 8)
     both = rows[:, at] | rows[:, at + 1] << 8
     return (both >> shift.astype(np.uint16)) & ((1 << bits) - 1)
 
@@ -53,15 +58,15 @@ class _Decoder(Decoder):
         self, bits: int, dst: DType, cast: Cast | None, scales: Array, biases: Array, group: int
     ) -> None:
         self._bits, self._dst, self._cast = bits, dst, cast
-        self._scales, self._biases, self._blocks = scales, biases, group // _BLOCK
+        self._scales, self._biases, self._blocks = scales, biases, group // BLOCK
 
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
         numel, odd = divmod(out.nbytes, self._dst.itemsize * lines)
-        skipped = first % _BLOCK
-        nbytes = -(-(skipped + numel) // _BLOCK) * self._bits * _BLOCK // 8
-        is_cut = lines > 1 and (skipped or pitch % _BLOCK)
+        skipped = first % BLOCK
+        nbytes = -(-(skipped + numel) // BLOCK) * self._bits * BLOCK // 8
+        is_cut = lines > 1 and (skipped or pitch % BLOCK)
         fits = not odd and data.nbytes == nbytes * lines and not is_cut
         what = f"MLX's codes of {self._bits} bits"
         check_lengths(what, data, out, self._dst, first, lines, fits)
@@ -75,8 +80,8 @@ class _Decoder(Decoder):
     def _line(self, data: Array, out: memoryview, first: int) -> CastCounts:
         """Decode consecutive elements from element ``first`` on."""
         counts, done, n = ZERO, 0, self._dst.itemsize
-        block, skipped = divmod(first, _BLOCK)
-        step = _STEP * self._bits * _BLOCK // 8
+        block, skipped = divmod(first, BLOCK)
+        step = _STEP * self._bits * BLOCK // 8
         for at in range(0, data.size, step):
             codes = _unpacked(data[at : at + step], self._bits)
             group = np.arange(block, block + len(codes)) // self._blocks
@@ -94,16 +99,42 @@ class _Decoder(Decoder):
         return counts
 
 
-class _Affine(Layout):
-    """Decodes codes of some bits by scales and biases, on the host."""
+@dataclass(frozen=True)
+class _Held(StoredBlocks):
+    """A matrix whose codes, scales and biases stay as they are stored."""
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-        self.dtype = DType(f"mlx {bits} bits", "", bits * _BLOCK, "float", _BLOCK)
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The tensors of the file: words of codes, and a scale and a bias for each group."""
+        *rows, width = self.shape
+        layout = layout_of(self.format)
+        assert isinstance(layout, Affine)
+        groups = *rows, width // layout.group
+        return (
+            Part("", BY_CODE["U32"], (*rows, width * layout.bits // 32)),
+            Part("scales", layout.scale, groups, is_sibling=True),
+            Part("biases", layout.scale, groups, is_sibling=True),
+        )
+
+
+class Affine(Layout):
+    """Decodes codes by scales and biases, on the host.
+
+    Attributes:
+        bits: of a code.
+        group: codes that share a scale and a bias.
+        scale: the dtype of these.
+    """
+
+    def __init__(self, bits: int, group: int, scale: DType) -> None:
+        self.bits, self.group, self.scale = bits, group, scale
+        self.kind = f"mlx-{bits}bit-{group}-{scale.name}"
+        self.dtype = DType(f"mlx {bits} bits", "", bits * BLOCK, "float", BLOCK)
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> _Decoder:
+        """Read scales and biases, and return the decoder of the codes."""
         cast = None
         if dst is not F32:
             cast = make_cast(F32, dst, engine=engine, out_of_range=out_of_range)
@@ -113,6 +144,12 @@ class _Affine(Layout):
 
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
         """Compile nothing: numpy decodes."""
+
+    def held(self, kind: str, shape: tuple[int, ...]) -> StoredBlocks:
+        """Return the three tensors of a weight; ValueError if rows are not whole groups."""
+        if shape[-1] % self.group:
+            raise ValueError(f"{kind} has groups of {self.group}, which do not divide {shape}")
+        return _Held(kind, shape, self.scale)
 
 
 def _find(layouts: Layouts, scales: TensorInfo) -> QuantizedWeight | None:
@@ -127,23 +164,29 @@ def _find(layouts: Layouts, scales: TensorInfo) -> QuantizedWeight | None:
         modes = f"MLX's mode {said['mode']}, of which only affine is read"
         layouts.refuse(name, "it is packed in another way", "affine", modes)
     biases = layouts.need(f"{module}biases", name, "biases")
-    layouts.check(scales, _FLOATS)
+    layouts.check(scales, tuple(each.code for each in _FLOATS))
     layouts.check(biases, (scales.dtype.code,), scales.shape)
     bits, group = said.get("bits"), said.get("group_size")
-    if type(bits) is not int or type(group) is not int or bits not in _BITS or group % _BLOCK:
+    if type(bits) is not int or type(group) is not int or bits not in _BITS or group not in _GROUPS:
         expected = f'"{_KEY}": {{"group_size": 32, 64 or 128, "bits": 2 to 6 or 8}} in config.json'
         layouts.refuse(name, "its bits and groups are not stated", expected, dict(said) or "none")
     *rows, words = values.shape
     shape = (*rows, words * 32 // bits)
-    if words * 32 % (bits * _BLOCK) or scales.shape != (*rows, shape[-1] // group):
+    if words * 32 % (bits * BLOCK) or scales.shape != (*rows, shape[-1] // group):
         expected = f"a scale for each {group} codes of {bits} bits in {list(values.shape)} words"
         layouts.refuse_shape(scales, expected)
     members = {"weight": values, "scale": scales, "bias": biases}
-    return QuantizedWeight(f"mlx-{bits}bit", name, members, shape, (1, group), bits)
+    kind = Affine(bits, group, scales.dtype).kind
+    return QuantizedWeight(kind, name, members, shape, (1, group), bits)
 
 
 def _said(layouts: Layouts, module: str) -> Mapping[str, Any]:
-    """Return the settings of a module's weight in config.json."""
+    """Return the settings of a module's weight in config.json, MLX's or streamload's."""
+    for kind, names in own_formats(layouts):
+        if f"{module}.weight".removeprefix(".") in names and isinstance(
+            layout := layout_of(kind), Affine
+        ):
+            return {"bits": layout.bits, "group_size": layout.group}
     found = layouts.config.get(_KEY) or layouts.quantization
     if not isinstance(found, Mapping):
         return MappingProxyType({})
@@ -151,8 +194,9 @@ def _said(layouts: Layouts, module: str) -> Mapping[str, Any]:
     return own if isinstance(own, Mapping) else found
 
 
+_LAYOUTS = [Affine(*each) for each in product(_BITS, _GROUPS, _FLOATS)]
 register(
-    layouts={f"mlx-{bits}bit": _Affine(bits) for bits in _BITS},
+    layouts={each.kind: each for each in _LAYOUTS},
     find=_find,
     marks=lambda leaf: leaf == "scales",
 )

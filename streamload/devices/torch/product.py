@@ -32,6 +32,7 @@ from streamload.codecs.product import (
 from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch, product_ptx
 from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
+from streamload.codecs.schemes.mlx import BLOCK, Affine
 from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.devices.cuda import Context, load_kept
 from streamload.devices.torch.streams import current_stream
@@ -100,8 +101,9 @@ def _dtypes(format: str, width: int) -> list[torch.dtype]:
         return []
     made = CodedWeight(format, (1, width)).made
     parts = {part.suffix: getattr(torch, part.dtype.name) for part in made.parts}
-    others = () if made.form is None else made.form.parts
-    return [parts[suffix] for suffix in ("", *(suffix for _, suffix in others))]
+    if made.form is None:
+        return [*parts.values()]
+    return [parts[suffix] for suffix in ("", *(suffix for _, suffix in made.form.parts))]
 
 
 def _is_readable(of: Operand) -> bool:
@@ -173,6 +175,20 @@ def _by_blocks(of: Operand) -> torch.Tensor:
     return (values * scales).view(of.rows, of.width)
 
 
+def _by_groups(of: Operand) -> torch.Tensor:
+    """Return MLX's codes times the scales of their groups, plus their biases."""
+    layout = layout_of(of.format)
+    assert isinstance(layout, Affine)
+    codes, *others = (part[of.first : of.stop] for part in of.parts)
+    octets = codes.contiguous().view(torch.uint8).view(-1, layout.bits * BLOCK // 8)
+    octets = functional.pad(octets.int(), (0, 1))
+    at = torch.arange(BLOCK, device=codes.device) * layout.bits
+    both = octets[:, at // 8] | octets[:, at // 8 + 1] << 8
+    x = (both >> at % 8 & (1 << layout.bits) - 1).float().view(-1, layout.group)
+    scales, biases = (each.float().reshape(-1, 1) for each in others)
+    return (x * scales + biases).view(of.rows, of.width)
+
+
 def _by_table(of: Operand) -> torch.Tensor:
     """Return bitsandbytes' values of 4 bits."""
     codes, absmax, table, *nested = of.parts
@@ -193,14 +209,14 @@ def _by_table(of: Operand) -> torch.Tensor:
 def _without_kernel(of: Operand, out: torch.Tensor) -> None:
     """Decode by torch's operations, in pieces of whole rows, each rounded once to ``out``."""
     form, codes = _form(of.format, of.width), of.parts[0]
-    assert form is not None, of.format
     if codes.dtype not in (expected := _dtypes(of.format, of.width))[:1] and expected:
         raise RuntimeError(
             f"cannot compute with {codes.dtype} in place of codes of {of.format}: expected "
             f"{expected[0]}; write module.weight = torch.nn.Parameter(new), which quantizes it"
         )
-    names = [role for role, _ in form.parts]
+    names = [role for role, _ in form.parts] if form is not None else []
     decode = _by_blocks if not names else _by_table if "table" in names else _by_scales
+    decode = decode if form is not None else _by_groups
     step = max(_PIECE_NUMEL // max(of.width, 1), 1)
     for start, stop in pairwise([*range(0, of.rows, step), of.rows]):
         out[start:stop] = decode(of.between(start, stop))
