@@ -30,7 +30,7 @@ from streamload.offloading.residency import (
 from streamload.offloading.views import Viewable, can_be_views
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.kv_cache import CacheRequest, KvCache
-from streamload.planning.plan import LOAD_NBYTES, SEGMENTS, DevicePlan, Plan
+from streamload.planning.plan import SEGMENTS, DevicePlan, Plan, load_nbytes
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes
 
@@ -166,7 +166,8 @@ class Problem:
         """Host bytes that a load takes besides the data, for objects and the kernel."""
         each = zip(self.dsts, self.wants.shapes, self.nbytes, strict=True)
         objects = self.spec.objects.of((dst.name, shape, nbytes, 1) for dst, shape, nbytes in each)
-        return LOAD_NBYTES + objects + len(self.wants) * self.spec.info.costs.kernel_nbytes
+        count = len(self.wants)
+        return load_nbytes(count) + objects + count * self.spec.info.costs.kernel_nbytes
 
     @property
     def least_scratch_nbytes(self) -> int:

@@ -21,11 +21,11 @@ from streamload.planning.placement import HOST_CASTS, Placement, Placements
 from streamload.planning.plan import (
     BATCH_UNITS,
     BULK_NBYTES,
-    LOAD_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,
     DevicePlan,
     Plan,
+    load_nbytes,
     senders,
     slot_nbytes,
     units_ahead,
@@ -251,7 +251,7 @@ class DeviceShare:
         if spec.free_nbytes is not None:
             free = spec.free_nbytes - self.fresh_nbytes
             if spec.info.shared_memory:
-                free -= LOAD_NBYTES + self.object_nbytes + self.kernel_nbytes
+                free -= load_nbytes(len(self.placements)) + self.object_nbytes + self.kernel_nbytes
             room = min(room, free)
         return scratch_nbytes <= room
 

@@ -46,9 +46,11 @@ TURN_NBYTES = 2**19
 # Bytes of the statistic of each quantized unit: a float32.
 STATISTIC_NBYTES = 4
 # Process memory of a load that does not grow with its tensors: stacks of threads, readers,
-# the first chunks. Measured: 0.1 to 0.4 MB with 2 threads, 1.2 MB with 8, and 2.6 MB on the way to
-# CUDA, where a driver adds to it.
-LOAD_NBYTES = 3 * 2**18
+# the first chunks. Measured: 0.1 to 0.4 MB with 2 threads, 1.2 MB with 8, 2.9 MB with thousands of
+# tensors, and 2.6 MB on the way to CUDA, where a driver adds to it.
+_LOAD_NBYTES = 3 * 2**18
+_LOAD_MANY = 1000  # tensors
+_LOAD_MANY_NBYTES = 9 * 2**18
 _LOAD_THREADS = 4  # more take more
 _LOAD_THREAD_NBYTES = 2**17
 _STAGED_LOAD_NBYTES = 4 * 2**20
@@ -60,6 +62,11 @@ _CONNECTION_NBYTES = {"http": 2**20, "store": 2**21, "cache": 0}
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 _SCALES_NBYTES = 2**24  # on the host, on their way to a device
 _MOST_SENDERS = 4
+
+
+def load_nbytes(tensors: int) -> int:
+    """Return the process memory of a load of so many tensors besides theirs."""
+    return _LOAD_NBYTES + (_LOAD_MANY_NBYTES if tensors > _LOAD_MANY else 0)
 
 
 def units_ahead(*, staged: bool) -> int:
@@ -237,7 +244,7 @@ class Plan:
         """Most bytes by which the process will grow: RssAnon + RssShmem."""
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory and d.charged)
         shared = all(d.shared_memory and d.charged for d in self.devices)
-        load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
+        load = load_nbytes(len(self.placements)) if shared else _STAGED_LOAD_NBYTES
         load += max(self.threads - _LOAD_THREADS, 0) * _LOAD_THREAD_NBYTES
         for kind in _CLIENT_NBYTES.keys() & set(self.readers):
             load += _CLIENT_NBYTES[kind] + self.threads * _CONNECTION_NBYTES[kind]

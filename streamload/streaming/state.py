@@ -212,7 +212,7 @@ class Job:
         self._paths = [header.path for header in checkpoint.shards]
         kind_of = dict(zip(self._paths, plan.readers, strict=True)).__getitem__
         cache = self._page_cache
-        self._to_come: Counter[int] = Counter()  # units under way, by shard
+        self._to_come = to_come = Counter[int]()  # units under way, by shard
         number_of = {path: number for number, path in enumerate(self._paths)}
         self.shards = Shards(
             checkpoint.shards,
@@ -220,7 +220,7 @@ class Job:
             opener=transfer.opener,
             cache=cache,
             most_open=most_open_files(),
-            is_used=lambda path: self._to_come[number_of[path]] > 0,
+            is_used=lambda path: to_come[number_of[path]] > 0,  # no cycle, which keeps `buffers`
             ahead=plan.ahead,
         )
         self._begun: set[int] = set()  # shards without a unit that is still to begin

@@ -331,6 +331,12 @@ def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
         lacking.append("rename")
     if is_gguf and any(FUSED_EXPERTS.fullmatch(name) for name in first.tensors):
         lacking.append("experts taken apart")
+    mine, theirs = (
+        {name: one.kind for header in each.shards for name, one in header.stored.items()}
+        for each in (first, second)
+    )
+    if any(mine.get(name, kind) != kind for name, kind in theirs.items()):
+        lacking.append("blocks quantised again")
     if any(view.shift for header in second.shards for view in header.views):
         lacking.append("1 added to norms")
     if lacking:

@@ -68,6 +68,7 @@ def _bf16(name: str) -> Callable[[Path], Path]:
     def write(path: Path) -> Path:
         model = models.built(name, 4).bfloat16()
         model.config.architectures = [type(model).__name__]
+        model.config.dtype = torch.bfloat16  # otherwise it is the first file's
         return models.save(model, path)
 
     return write

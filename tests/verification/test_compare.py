@@ -742,8 +742,11 @@ def test_what_a_comparison_does_not_compute(here: Command, tmp_path: Path) -> No
     """It is refused with the command that checks the digests."""
     source, out = write_model(tmp_path / "in", "llama"), tmp_path / "out"
     quiet(source, out, rename=lambda name: f"a.{name}")
-    assert f"`streamload verify {out}`" in here("verify", source, out, code=1)[1]
-    assert here("verify", out)[0].startswith("verified: ")
+    quiet(source, tmp_path / "q8_0", to="gguf", quant="q8_0")
+    quiet(tmp_path / "q8_0", tmp_path / "q4_0", to="gguf", quant="q4_0")
+    for a, b in ((source, out), (tmp_path / "q8_0", tmp_path / "q4_0")):
+        assert f"`streamload verify {b}`" in here("verify", a, b, code=1)[1]
+        assert here("verify", b)[0].startswith("verified: ")
 
 
 def test_alike_lines_are_one(here: Command, tmp_path: Path) -> None:
