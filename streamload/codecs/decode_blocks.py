@@ -42,6 +42,8 @@ class Blocks(Layout):
         nbytes: bytes of a block.
     """
 
+    of_linears = True
+
     def __init__(self, name: str, dtype: DType | None = None) -> None:
         self.name, self.dtype = name, dtype or PACKED[name]
         self.numel, self.nbytes = self.dtype.block, self.dtype.nbytes(1)

@@ -143,7 +143,7 @@ def in_order_of(
     """
     by_name = _by_name(parameters)
     for info in checkpoint.tensors.values():
-        if not (isinstance(info, Packed) and _is_of_linears(info)):
+        if not (isinstance(info, Packed) and _is_of_linears(checkpoint, info)):
             continue
         shapes = [by_name[name].shape for name in fills.get(info.name, ()) if name in by_name]
         if any(_is_part(s, info.shape) and not _is_part(s, info.shape[::-1]) for s in shapes):
@@ -157,22 +157,26 @@ def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return len(shape) == len(whole) and len(cut) < 2 and all(map(int.__le__, shape, whole))
 
 
-def _is_of_linears(info: Packed) -> bool:
-    """Return whether a weight's library stores all layers as Linears, a Conv1D's transposed."""
+def _is_of_linears(checkpoint: Checkpoint, info: Packed) -> bool:
+    """Return whether a weight's library stores all layers as Linears, a Conv1D's transposed.
+
+    Headers of GGUF files state their own permutations.
+    """
     layout = layout_of(info.group.kind)
-    return layout is not None and layout.of_linears
+    return layout is not None and layout.of_linears and info.name not in checkpoint.turns
 
 
 def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with dequantized weights in the shapes of the unquantized model.
 
-    bitsandbytes stores a Conv1D as a Linear, with the transposed weight: see `Checkpoint.turns`.
+    bitsandbytes and blocks in safetensors have a Conv1D as a Linear, with the transposed weight:
+    see `Checkpoint.turns`.
     """
     turns: dict[Location, dict[str, Turn]] = {}
     for info in checkpoint.tensors.values():
         if (
             isinstance(info, Packed)
-            and _is_of_linears(info)
+            and _is_of_linears(checkpoint, info)
             and len(info.shape) == 2
             and min(info.shape) > 1
             and is_conv1d(checkpoint.config, info.name)
