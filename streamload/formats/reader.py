@@ -109,6 +109,8 @@ class FormatReader(Protocol):
         single: usual name of a folder's only file; "" for none.
         index: usual name of the JSON that lists the files of a set, as safetensors has; "" for
             none.
+        magic: first bytes of all of its files that files of others may have, too: the reader
+            itself tells what such a file is.
         untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` takes
             both from another checkpoint (``like=``).
     """
@@ -117,6 +119,7 @@ class FormatReader(Protocol):
     suffixes: tuple[str, ...]
     single: str = ""
     index: str = ""
+    magic: bytes = b""
     untyped: bool = False
 
     def looks(self, head: bytes) -> bool:
@@ -237,7 +240,7 @@ def _lookalike(head: bytes) -> tuple[str, str] | None:
 def _told(file: File, reader: FormatReader) -> HeaderError | None:
     """Return the error for a file that ``reader`` refused and that is known to be another thing."""
     head = file.read(0, HEAD_NBYTES)
-    if not head or reader.looks(head):
+    if not head or reader.looks(head) or (reader.magic and head.startswith(reader.magic)):
         return None
     fail = partial(HeaderError, file.path, f"is not a {reader.name} file")
     for other in readers().values():

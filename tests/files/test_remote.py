@@ -763,13 +763,13 @@ def test_a_url_that_was_made_a_path() -> None:
 @pytest.mark.parametrize(
     ("text", "name", "parent", "child"),
     [
-        ("http://h", "", "http://h/", "http://h/x%2Fy"),
-        ("http://h/a/", "", "http://h/a/", "http://h/a/x%2Fy"),
+        ("http://h", "", "http://h/", "http://h/x/y"),
+        ("http://h/a/", "", "http://h/a/", "http://h/a/x/y"),
         (
             "HTTPS://h:81/a/b%20c?q=1#f",
             "b c",
             "https://h:81/a/?q=1",
-            "https://h:81/a/b%20c/x%2Fy?q=1",
+            "https://h:81/a/b%20c/x/y?q=1",
         ),
     ],
 )

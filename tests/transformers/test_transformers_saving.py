@@ -17,6 +17,8 @@ from transformers_quantizing_helpers import EXPERTS, error, make
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
+from transformers.integrations.peft import MIN_PEFT_VERSION  # noqa: E402
+from transformers.utils.peft_utils import check_peft_version  # noqa: E402
 from transformers_saving_helpers import said_in  # noqa: E402
 
 import streamload  # noqa: E402
@@ -275,6 +277,20 @@ def test_adapters_of_peft(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "config.json").exists()
     assert load(tmp_path / "in", quant="q8_0").generate(ids, max_new_tokens=2).shape == (1, 10)
+
+
+def test_adapters_that_transformers_adds(tmp_path: Path) -> None:
+    """`add_adapter` takes models in whose modules weights are quantised; the adapter is saved."""
+    needs_library("peft")
+    import peft
+
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        pytest.skip(
+            f"add_adapter of the installed transformers refuses the installed peft: {error}"
+        )
+    make(tmp_path / "in", "Llama", torch.float32)
     model = load(tmp_path / "in", quant="q8_0")
     filled = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "in")
     streamload.load_state_dict(filled, tmp_path / "in", quant="q8_0", progress=False)

@@ -55,6 +55,7 @@ class TorchSave(FormatReader):
     suffixes = (".pth", ".bin", ".pt", ".ckpt")
     single = "pytorch_model.bin"
     index = "pytorch_model.bin.index.json"
+    magic = zip_entries.MAGIC
 
     def looks(self, head: bytes) -> bool:
         name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
