@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ from streamload.offloading.layers import NO_PARTS, FileRange, Slots
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds, call_layer
 from streamload.offloading.rows import RowReader
+
+TensorReference = Callable[[], Tensor | None]  # as in ``all_tensors``
 
 #: The class of TinyJits.
 JIT = type(TinyJit(lambda: None))
@@ -71,6 +73,7 @@ class LentSlots(TinygradSlots):
     """Slots that lend tensors to a loop of `stream_layers`, one layer at a time."""
 
     _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
+    _before: Sequence[TensorReference] = ()  # the program's tensors when they were lent
 
     def refuse_capture(self) -> None:
         """Raise OffloadError if tinygrad's JIT captures."""
@@ -79,6 +82,7 @@ class LentSlots(TinygradSlots):
     def lend(self, buffers: Sequence[Buffer]) -> list[Tensor]:
         """Return tensors over ``buffers`` of a slot, valid until `take_back`."""
         graphs = self.graphs(buffers)
+        self._before = [*all_tensors]
         tensors = [Tensor(graph) for graph in graphs]
         self._lent = tensors, graphs
         return tensors
@@ -89,7 +93,9 @@ class LentSlots(TinygradSlots):
         for tensor in tensors:
             shape = tuple(map(int, tensor.shape))
             tensor.uop = absent("the layer before", shape, tensor.dtype, str(tensor.device))
-        settle({graph.base for graph in graphs}, copy=True)
+        weights, before, self._before = {graph.base for graph in graphs}, self._before, ()
+        forget(before, weights)
+        settle(weights, copy=True)
 
 
 def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
@@ -234,6 +240,7 @@ class StreamedLayer(Wrapped):
     def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:
         slots: Any = self._rounds.memory
         graphs = slots.graphs(buffers)
+        before = [*all_tensors]
         try:
             for at, tensor, _ in self._places:
                 tensor.uop = _shaped(graphs[at], tensor)
@@ -242,7 +249,9 @@ class StreamedLayer(Wrapped):
         finally:
             for _, tensor, absent in self._places:
                 tensor.uop = absent
-            settle({graph.base for graph in graphs}, copy=True)
+            weights = {graph.base for graph in graphs}
+            forget(before, weights)
+            settle(weights, copy=True)
 
     @contextmanager
     def _jits(self, slot: int) -> Iterator[None]:
@@ -312,10 +321,22 @@ def refuse_capture(name: str) -> None:
 # --- tensors that wait for weights ----------------------------------------------------------------
 
 
+def forget(tensors: Iterable[TensorReference], weights: set[UOp]) -> None:
+    """Let each of ``tensors`` that was given a whole weight raise when it is used, from now on.
+
+    They are other modules' weights, as where a TinyJit runs one layer for all: a copy of a weight
+    would take memory beyond the budget.
+    """
+    for tensor in (found for reference in tensors if (found := reference()) is not None):
+        if tensor.uop.base in weights and tensor.uop.numel() == tensor.uop.base.numel():
+            shape = tuple(map(int, tensor.shape))
+            tensor.uop = absent("a layer's weight", shape, tensor.dtype, str(tensor.device))
+
+
 def settle(weights: set[UOp], *, copy: bool = False) -> None:
     """Compute all tensors that depend on ``weights``, so that these can change.
 
-    With ``copy``, tensors over the weights get memory of their own, and those that cannot be
+    With ``copy``, new tensors over the weights get memory of their own, and those that cannot be
     computed raise when they are used: they would have values of another layer.
     """
     found = _reaching(weights)

@@ -426,6 +426,8 @@ class Shared:
     """A layer whose work is one TinyJit for all: weights are among what it is called with."""
 
     calls = 0
+    #: Tensors that the weights of each layer are put into, as users do with a layer for all.
+    own: ClassVar[list[Tensor]] = []
 
     def __init__(self) -> None:
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
@@ -439,7 +441,8 @@ class Shared:
 def work(x: Tensor, weights: list[Tensor]) -> Tensor:
     """What each `Shared` does."""
     Shared.calls += 1
-    up, up_bias, down, down_bias = weights
+    Shared.own = Shared.own or [Tensor.empty(*each.shape, device=x.device) for each in weights]
+    up, up_bias, down, down_bias = map(Tensor.replace, Shared.own, weights)
     return (x + (x @ up.T + up_bias).gelu() @ down.T + down_bias).realize()
 
 
@@ -459,23 +462,30 @@ class SharedModel:
 def test_one_tinyjit_is_captured_once_and_replayed_with_each_layers_weights(
     device: str, tmp_path: Path
 ) -> None:
-    """Layers that hand their weights to one TinyJit share what it captured."""
+    """Layers that hand their weights to one TinyJit share what it captured, and keep no copy."""
     folder = write(tmp_path / "model", SharedModel())
     x = Tensor(np.random.default_rng(2).standard_normal((2, DIM), np.float32), device=device)
     model = SharedModel()
     streamload.load_state_dict(model, folder, device=device, progress=False)
     work.reset()
+    Shared.own.clear()
     expected = model(x.realize()).numpy()
     work.reset()
+    Shared.own.clear()
     budget = least(model, folder, device)
     Shared.calls = 0
+    before = GlobalCounters.mem_used - nbytes_of(folder)
     with streamload.offload(
         model, folder, budget=budget, device=device, progress=False
     ) as offloaded:
         assert len(offloaded.plan.residency.streams) == LAYERS
         for _ in range(3):
             np.testing.assert_array_equal(model(x).numpy(), expected)
+            # the smallest weight has 8 kB, and activations are of 256 and 512 bytes
+            assert GlobalCounters.mem_used - before < offloaded.plan.peak_nbytes + 4096
         assert Shared.calls == 2  # once without, and once to capture
+        with pytest.raises(OffloadError, match="a layer's weight"):
+            Shared.own[0].numpy()
         work.reset()
 
 
