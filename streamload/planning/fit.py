@@ -129,7 +129,12 @@ class DeviceShare:
             else:
                 now += resident - (0 if parameters.release_first else reusable)
             peak = max(peak, now)
-        left = sum(min(spec.info.costs.left_nbytes, reusable) for reusable in replaced)
+        costs = spec.info.costs
+        left = sum(
+            min(costs.left_nbytes, reusable)
+            for kind, _, reusable in rows
+            if kind.released_nbytes and not (costs.refits and kind.nbytes <= kind.released_nbytes)
+        )
         return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left
 
     @cached_property

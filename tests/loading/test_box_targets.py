@@ -130,6 +130,14 @@ def test_what_is_replaced_is_given_back_in_time(
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
 
 
+@pytest.mark.slow
+def test_arrays_of_the_same_size_take_the_place_of_old_ones(cgroup: Boxes, folder: Path) -> None:
+    """No heap is counted for 20,000 that become bfloat16; 36 MB in all were, and 10 are taken."""
+    said = {"held": "float16", "dtype": "bfloat16", "budget": "1GB"}
+    found = _load(cgroup, folder / "many", "host", "resident", 58_000_000, **said)
+    assert (found["outcome"], found["why"]) == ("loaded", ""), found
+
+
 @pytest.mark.parametrize(
     ("device", "kind"),
     product(
