@@ -63,6 +63,7 @@ class Job:
         self._path = path
         self._options = {**options, "budget": budget}
         self._found: dict[str, Any] = {}
+        self._predicted: dict[str, int] = {}
         self._model: Any = None
         raws = tensors_of(Path(path))
         if entrance == "in place":
@@ -80,7 +81,8 @@ class Job:
             facts = {name: getattr(error, name) for name in names if hasattr(error, name)}
             return {"outcome": type(error).__name__, "error": str(error), **facts}
         seconds = seconds or time.perf_counter() - begun
-        return {"outcome": "loaded", "rate": read_nbytes / seconds, "read_nbytes": read_nbytes}
+        rate = read_nbytes / seconds
+        return {"outcome": "loaded", "rate": rate, "read_nbytes": read_nbytes, **self._predicted}
 
     def _stream(self) -> tuple[int, float]:
         options = {"device": "host", "dtype": "checkpoint", **self._options}
@@ -102,7 +104,10 @@ class Job:
             for _ in range(PASSES):
                 with torch.no_grad():
                     self._found["logits"] = zlib.crc32(self._model(ids).float().numpy())
-            return offloaded.report.read_nbytes, time.perf_counter() - begun
+            report = offloaded.report
+            self._predicted["predicted_nbytes"] = report.process_nbytes
+            self._predicted["activation_nbytes"] = report.plan.activation_nbytes
+            return report.read_nbytes, time.perf_counter() - begun
 
     def _in_place(self) -> tuple[int, float]:
         options = {"device": "host", "dtype": "checkpoint", "progress": False, **self._options}

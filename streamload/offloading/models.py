@@ -8,6 +8,7 @@ from typing import Any
 
 from streamload.devices.base import Framework
 from streamload.errors import OffloadError
+from streamload.loading.place import host_engine, host_room_nbytes
 from streamload.loading.prepare import Options, Place
 from streamload.offloading.model import ModelAdapter
 from streamload.planning.match import Match
@@ -41,9 +42,11 @@ def check_place(place: Place) -> Framework:
 
 
 def device_of(place: Place, options: Options, wants: TensorRequests) -> DeviceSpec:
-    """Return the spec of a load's single device, after compiling the casts that run on it."""
+    """Return the spec of a load's single device, after compiling the casts of all weights."""
     policy = options.policy
     specs = place.specs(options, wants.needs_native_bf16(policy))
     clamp, required = options.out_of_range == "clamp", options.cast == "device"
     (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
-    return spec
+    host_engine(wants, policy, [spec], options.cast, clamp=clamp)
+    free = host_room_nbytes()  # to compile took some of it
+    return spec.within(None if free is None else max(free - options.host_held_nbytes, 0))

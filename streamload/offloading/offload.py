@@ -429,7 +429,7 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
         Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
         for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
-    watch = _watch(made, device)
+    watch = _watch(made)
     memory: Slots
     if made.views:
         memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
@@ -443,14 +443,9 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
     )
 
 
-def _watch(made: OffloadPlan, device: Device) -> PassWatch:
+def _watch(made: OffloadPlan) -> PassWatch:
     """Return a watch of the host's memory, of which passes will have touched slots and staging."""
-    assert made.stream is not None
-    promised = made.stream.host_nbytes
-    if device.info.in_process:
-        promised += made.stream.devices[0].scratch_nbytes
-        promised += 0 if made.views else made.residency.arena_nbytes
-    return PassWatch(made.device, promised)
+    return PassWatch(made.device, made.passes_nbytes)
 
 
 def _arena(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Slots:

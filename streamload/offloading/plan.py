@@ -122,6 +122,16 @@ class OffloadPlan:
         return self.stream.devices[0].scratch_nbytes if self.stream else 0
 
     @property
+    def passes_nbytes(self) -> int:
+        """Process memory of slots and staging, which passes take besides weights that stay."""
+        if self.stream is None:
+            return 0
+        there, nbytes = self.stream.devices[0], self.stream.host_nbytes
+        if there.shared_memory and there.charged:
+            nbytes += there.scratch_nbytes + (0 if self.views else self.residency.arena_nbytes)
+        return nbytes
+
+    @property
     def peak_nbytes(self) -> int:
         """Device bytes of weights and slots, or of loading resident layers if that takes more."""
         return max(self.residency.taken_nbytes + self.scratch_nbytes, self.load_nbytes)

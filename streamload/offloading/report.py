@@ -14,6 +14,7 @@ from streamload.offloading.layers import RoundStats
 from streamload.offloading.model import Timed
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
+from streamload.planning.plan import load_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,20 @@ class OffloadReport:
     def resident_nbytes(self) -> int:
         """Device bytes of the weights that stay."""
         return self.plan.residency.resident_nbytes
+
+    @property
+    def process_nbytes(self) -> int:
+        """Predicted growth of the process: the load, slots, and KV cache and activations there.
+
+        As `LoadReport.predicted_nbytes`, from the begin of the call on.
+        """
+        plan = self.plan
+        nbytes = self.load.predicted_nbytes["process"] + plan.passes_nbytes + plan.host_nbytes
+        if plan.stream is not None:
+            nbytes += load_nbytes(0)
+        if all(d.shared_memory and d.charged for d in self.load.plan.devices):
+            nbytes += plan.cache_nbytes + plan.activation_nbytes
+        return nbytes
 
     @property
     def pass_nbytes(self) -> int:

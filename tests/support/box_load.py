@@ -2,7 +2,8 @@
 
 A case is a dict: "path"; "device" ("host", "torch", "CL" or "CPU"); "state" of the model, see
 `STATES`; "kind" ("dict" or "object"); "held", its dtype; "options" of the load; "shapes", a
-checkpoint with the model's shapes; "unchecked", if bytes are not compared.
+checkpoint with the model's shapes; "unchecked", if bytes are not compared; "layers", if two passes
+of `stream_layers` run instead of a load.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bench_parts.boxed_job import NUMPY, Raw, tensors_of
 from bench_parts.boxed_section import boxed
 from boxes import Boxes
 
-from streamload import load_state_dict
+from streamload import load_state_dict, stream_layers
 from streamload.bench.loaders import RUNTIMES
 from streamload.bench.processes import call
 
@@ -148,6 +149,12 @@ class Job:
     def __call__(self) -> dict[str, Any]:
         """Load."""
         path, options = self._case["path"], self._case["options"]
+        if self._case.get("layers"):
+            with stream_layers(path, device=self._device, **options) as layers:
+                for _ in range(2):
+                    for _ in layers:
+                        pass
+                return {"outcome": "loaded", "predicted_nbytes": layers.report.process_nbytes}
         try:
             report: Any = load_state_dict(
                 self._model, path, device=self._device, progress=False, **options
