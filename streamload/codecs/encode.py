@@ -178,9 +178,10 @@ class StoredBlocks(Quantized):
 
     def __post_init__(self) -> None:
         """Raise ValueError if rows are not whole blocks."""
-        if not self.shape or self.shape[-1] % self.unit_numel:
+        block = PACKED[self.format].block  # units may be rows
+        if not self.shape or self.shape[-1] % block:
             raise ValueError(
-                f"{self.format} has blocks of {self.unit_numel} elements along the last axis, "
+                f"{self.format} has blocks of {block} elements along the last axis, "
                 f"which does not divide shape {self.shape}"
             )
 

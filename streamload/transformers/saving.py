@@ -290,7 +290,9 @@ def would_be_floats(coded: Iterable[CodedWeight]) -> bool:
 
     transformers ignores an unknown quantization_config, and refuses tensors of another shape.
     """
-    return all(each.made.parts[0].shape == each.stored_shape for each in coded)
+    with suppress(ValueError):  # a shape that the format cannot have: who writes it refuses it
+        return all(each.made.parts[0].shape == each.stored_shape for each in coded)
+    return False
 
 
 def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | None:

@@ -675,6 +675,22 @@ def test_transformers_opens_gpt2(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(own, theirs_, rtol=0, atol=float(theirs_.abs().max()) / 64)
 
 
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0", "q5_1", "q4_k"])
+def test_rows_without_whole_blocks(tmp_path: Path, name: str) -> None:
+    """The error names Mamba's tensor with rows of 4, the blocks, and the ``quant=`` without it."""
+    transformers = needs.module("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "state_size": 8}
+    config = transformers.MambaConfig(vocab_size=96, **sizes)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "in")
+    with pytest.raises(
+        UnsupportedCastError, match=r"blocks of \d+ elements .* \(128, 4\)"
+    ) as raised:
+        quiet(tmp_path / "in", tmp_path / "out", quant=name)
+    assert "mixer.dt_proj.weight" in str(raised.value.tensor) or name == "q4_k"
+    assert "mixer.dt_proj.weight" in str(raised.value).partition("quant={")[2]
+    assert not (tmp_path / "out").exists()
+
+
 def fp8_folder(folder: Path) -> Path:
     """A checkpoint of FP8 weights with one scale each, and a norm."""
     values = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
