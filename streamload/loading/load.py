@@ -40,6 +40,7 @@ from streamload.loading.options import (
 from streamload.loading.place import (
     UNSEEN_GRANULARITY_NBYTES,
     engine_of,
+    host_room_nbytes,
     open_devices,
     unseen_spec,
 )
@@ -140,6 +141,8 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     """
     clock = Clock()
     with uncollected():
+        if model is not None:
+            host_room_nbytes()  # to open the checkpoint takes some megabytes
         source = opened(path)
         call = read_call(source, model, **options)
         place = Place.look(model, call.checkpoint, call.options, options["device"])

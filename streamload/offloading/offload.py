@@ -16,6 +16,7 @@ from streamload.devices.base import Device
 from streamload.errors import OffloadError, StateDictMismatchError, Suggestion
 from streamload.loading.load import described, read_call, run, uncollected
 from streamload.loading.options import NO_TRANSFER, LoadOptions, PlanOptions, takes
+from streamload.loading.place import host_room_nbytes
 from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.experts import ExpertCache
@@ -297,6 +298,7 @@ def offload(
     clock = Clock()
     asked = OffloadAsked.read(tokens, stay, layers, host, options, on_overrun)
     with uncollected():
+        host_room_nbytes()  # to open the checkpoint takes some megabytes
         source = opened(path)
         prepared = prepare(model, source, asked, options)
         local = on_disk(source, options["fetch"], options["progress"])

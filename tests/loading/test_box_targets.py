@@ -132,6 +132,14 @@ def test_what_is_replaced_is_given_back_in_time(
 
 
 @pytest.mark.slow
+def test_opening_a_checkpoint_has_room(cgroup: Boxes, folder: Path) -> None:
+    """A load in place is refused before it opens files: it was killed in two of three boxes."""
+    for room_nbytes in (2_000_000, 2_350_000, 3_000_000):
+        found = _load(cgroup, folder / "large", "CL", "resident", room_nbytes, budget="1GB")
+        assert (found["outcome"], "does not fit" in found["why"]) == ("refused", True), found
+
+
+@pytest.mark.slow
 def test_arrays_of_the_same_size_take_the_place_of_old_ones(cgroup: Boxes, folder: Path) -> None:
     """No heap is counted for 20,000 that become bfloat16; 36 MB in all were, and 10 are taken."""
     said = {"held": "float16", "dtype": "bfloat16", "budget": "1GB"}
