@@ -217,7 +217,8 @@ def as_parts(
         del tensors[name]
         tensors |= {n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in made.items()}
         exact[name] = values.T if turned else values
-    others = [n.removesuffix(".weight") for n in tensors.keys() - packed if n.endswith(".weight")]
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    others = [name for name in linears if f"{name}.weight" not in packed]
     kept = {"llm_int8_skip_modules": others, "modules_to_not_convert": others}
     config(model, write_files(folder, tensors, shards), **config_, **kept)
     return Stored(folder, exact, "float16", packed)
