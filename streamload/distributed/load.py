@@ -326,6 +326,8 @@ def offload(
                     nodes = _verified(agreed, dtypes, report, each_nbytes, model)
                     _committed(agreed)
             held.keep(load, load.plan.placements)
+            if load.place.owner is not None:
+                load.place.owner.after_load(model, (), ())
             report = replace(report, nodes=nodes, seconds=clock.seconds)
             begun[0].load = _watched(agreed, report, again, stack)
         return begun[0]

@@ -305,7 +305,10 @@ def offload(
         if local is not source:  # planned again, by the files
             how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
             return offload(model, local, on_overrun=on_overrun, **how, **options)
-    return prepared.run(options["progress"], clock)
+    offloaded = prepared.run(options["progress"], clock)
+    if (owner := prepared.load.place.owner) is not None:
+        owner.after_load(model, (), ())  # no hooks: `Prepared.make` refuses them
+    return offloaded
 
 
 def prepare(model: Any, source: Checkpoint, asked: OffloadAsked, options: LoadOptions) -> Prepared:

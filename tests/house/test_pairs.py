@@ -1023,6 +1023,14 @@ KNOWN: tuple[Fault, ...] = (
         "source=int8 entrance=from_pretrained device=torch:cpu aftermath=again",
         "bitsandbytes' own modules of 8 bits cannot be loaded once more",
     ),
+    Fault(
+        lambda c: (
+            (c["source"], c["model"], c["entrance"]) == ("fp8", "bert", "from_pretrained")
+            and c["dtype"] in ("float16", "bfloat16", "patterns")
+        ),
+        "source=fp8 model=bert entrance=from_pretrained device=torch:cpu dtype=float16",
+        "the biases of modules of FP8 stay float32, whatever the dtype",
+    ),
 )
 _SEED = 51
 _PARTS = 16

@@ -587,6 +587,12 @@ def test_a_buffer_without_values_raises_where_it_is_used(tmp_path: Path) -> None
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model.ids))):
         with pytest.raises(DeviceError, match="a buffer that no checkpoint has"):
             each(x) if isinstance(each, nn.Module) else each + 1
+    streams = on_meta(Positions)
+    with (
+        streamload.offload(streams, folder, device="cpu", budget="1MB", progress=False),
+        pytest.raises(DeviceError, match="a buffer that no checkpoint has"),
+    ):
+        streams(x)
     assert model.half().float().ids.is_meta  # the table is rounded: it is loaded again
     load(model, folder, device="cpu")
     assert torch.empty_like(model.ids, device="cpu").shape == (5,)
