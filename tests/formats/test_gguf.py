@@ -28,7 +28,12 @@ from thread_group import World, run
 
 import streamload
 from streamload.core.dtypes import PACKED
-from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
+from streamload.errors import (
+    CheckpointError,
+    HeaderError,
+    ShardNotFoundError,
+    StateDictMismatchError,
+)
 from streamload.files.header import Turn
 from streamload.verification.verify import verify
 
@@ -389,6 +394,33 @@ def test_gpt2_for_linears(tmp_path: Path) -> None:
         gguf.quants.quantize(tensors["blk.0.ffn_up.weight"], number), number
     )
     assert np.array_equal(found["h.0.mlp.c_fc.weight"], exact)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_blocks_for_a_model_of_other_names(tmp_path: Path, dtype: str | None) -> None:
+    """The error's mapping= fills the model with the file's values, also without a dtype."""
+    torch, path = module("torch"), tmp_path / "model.gguf"
+    tensors = tensors_of(small_model("llama"))
+    write(path, tensors, quantized_types(tensors, "Q8_0"), config=small_model("llama").config)
+    options: dict[str, Any] = {"mapping": "hf-llama", "dtype": "float16", "progress": False}
+    wanted = streamload.load_state_dict(None, path, device="host", **options).state_dict
+    model = torch.nn.Module()
+    for name, array in wanted.items():
+        *folders, leaf = name.split(".")
+        inner = model
+        for each in folders:
+            if each not in inner._modules:
+                inner.add_module(each, torch.nn.Module())
+            inner = inner._modules[each]
+        inner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(array.shape)))
+    with pytest.raises(StateDictMismatchError) as raised:
+        streamload.load_state_dict(model, path, dtype=dtype, device="cpu", progress=False)
+    (said,) = raised.value.suggestions
+    given = {"dtype": dtype, **eval(f"dict({said.arguments})")}
+    assert given["mapping"] == "hf-llama"
+    streamload.load_state_dict(model, path, device="cpu", progress=False, **given)
+    for name, parameter in model.state_dict().items():
+        assert np.allclose(parameter.float().numpy(), wanted[name], rtol=1e-3, atol=1e-6), name
 
 
 @pytest.mark.parametrize(

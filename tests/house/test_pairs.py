@@ -837,6 +837,11 @@ REFUSED: tuple[Rule, ...] = (
         "holds no safetensors file|",
         "servers do not list their folders",
     ),
+    Rule(
+        lambda c: c["reader"] == "http" and c["chunk"] == "4k",
+        "chunk_nbytes is at least 65536",
+        "each chunk takes a request",
+    ),
 )
 
 

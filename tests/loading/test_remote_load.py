@@ -51,6 +51,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+def test_chunks_that_are_less_than_a_request(folder: Path, site: Site) -> None:
+    """The error names the least; the least loads, and files of this machine take any."""
+    with pytest.raises(ValueError, match="chunk_nbytes is at least 65536 for files on a server"):
+        load(site.url, chunk_nbytes=2**16 - 1)
+    assert same(load(site.url, chunk_nbytes=2**16), load(folder, chunk_nbytes=4096))
+
+
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
 @pytest.mark.parametrize("threads", [None, 8])
 def test_a_load_is_the_same_as_from_the_folder(
