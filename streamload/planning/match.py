@@ -574,7 +574,9 @@ def _held_otherwise(
     if info.dtype.kind == "float":
         same = held.format in SCHEMES
     else:
-        kind = checkpoint.stored[info.name].kind if info.name in checkpoint.stored else held.format
+        of_library = {} if held.format in SCHEMES else checkpoint.members  # has its own names
+        known = checkpoint.stored.get(info.name) or of_library.get(info.name)
+        kind = held.format if known is None else known.kind
         same = kind == held.format
     return "" if same else f"it holds {held.format} as stored, not {kind}: load it into a new model"
 

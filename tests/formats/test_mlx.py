@@ -202,6 +202,21 @@ def test_codes_stay_in_modules(tmp_path: Path, bits: int, group: int, dtype: str
         }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_codes_of_another_kind(tmp_path: Path) -> None:
+    """Scales of another dtype are not rounded into a model that holds such codes."""
+    for dtype in ("bfloat16", "float16"):
+        write_model(tmp_path / dtype, 4, 64, dtype)
+    options: dict[str, Any] = {"device": "cpu", "progress": False}
+    model = streamload.transformers.from_pretrained(
+        tmp_path / "bfloat16", quant="stored", dtype="float32", **options
+    )
+    with pytest.raises(
+        StreamloadError, match=r"holds mlx-4bit-64-bfloat16 as stored, not mlx-4bit"
+    ):
+        streamload.load_state_dict(model, tmp_path / "float16", quant="stored", **options)
+
+
 #: Names next to an integer weight that say that it is packed.
 COMPANIONS = ("scales", "qzeros", "weight_scale", "weight.absmax", "weight_scales")
 
