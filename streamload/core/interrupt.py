@@ -7,24 +7,35 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from traceback import clear_frames
+from contextlib import contextmanager, suppress
+from inspect import CO_GENERATOR
+from itertools import takewhile
+from traceback import walk_stack, walk_tb
 from types import FrameType
 
 _Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 def without_locals(error: BaseException | None) -> None:
-    """Clear the variables of all ended calls that an error has left.
+    """Clear the variables of this package's ended calls that an error has left, and their callers'.
 
     Some refer to the error: until the garbage collector finds that cycle, it would keep all memory
-    that they refer to.
+    that they refer to. From Python 3.12 on, a generator that was closed refers to its caller, too.
     """
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        clear_frames(error.__traceback__)
+        for frame, _ in walk_tb(error.__traceback__):
+            calls = takewhile(_is_own, (caller for caller, _ in walk_stack(frame)))
+            with suppress(RuntimeError):  # that call, and so all around it, has not ended
+                for call in calls:  # to clear a generator that waits would close it
+                    if call is frame or not call.f_code.co_flags & CO_GENERATOR:
+                        call.clear()
         error = error.__cause__ or error.__context__
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("streamload.")
 
 
 class Interrupt:

@@ -25,6 +25,7 @@ used it (`_uses`), or else C waits for that. Who reads holds `_reading`, taken b
 | `_held`, `_holds`, `_busy` | layers with slots; by slot; filled or computed with | S, W, C, R |
 | `_uses` | by slot and stream, the last work that used it, for copies to wait for | R, `pause` |
 | `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
+| `_began_for` | `_wanted` of R's wait in which S began all that it reads; another: unknown | S |
 | `_failed` | the error of what R read, to end S | R, S |
 | `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
 | `_reader` | R's thread while it holds `_reading` | R |
@@ -95,6 +96,7 @@ class Bringer(Holding, Sink):
         self._work: dict[int, list[WorkItem]] = {}  # by layer
         self._error: BaseException | None = None
         self._raised: BaseException | None = None
+        self._began_for: Sequence[int] = ()
         self._failed: BaseException | None = None
         self._closed = ""
         self._paused = False
@@ -117,9 +119,12 @@ class Bringer(Holding, Sink):
 
     def _serve(self) -> None:
         error: BaseException | None = None
+        with self._lock:
+            self._began_for = self._wanted
         try:
             self._bring()
         except BaseException as failure:
+            without_locals(failure)
             error = failure
         with self._lock:
             self._crew = self._thread = self._failed = None
@@ -128,9 +133,11 @@ class Bringer(Holding, Sink):
                 self._settle(number)
             self._forget(everything=error is not None)
             self._reaper.end()
-            # if no thread waits or used wrong bytes, the next `acquire` just tries again
-            waits = bool(self._wanted or self._unproved) and error is not self._raised
-            self._error, self._raised = error if waits else None, None
+            # If no thread used wrong bytes, or has waited since before the read began, `acquire`
+            # just tries again: the error may be of a pass that has ended.
+            waits = bool(self._wanted) and self._wanted is self._began_for
+            told = (waits or bool(self._unproved)) and error is not self._raised
+            self._error, self._raised, self._began_for = error if told else None, None, ()
             del error  # its traceback has this call: a cycle
             self._unproved.clear()
             self._changed.notify_all()
@@ -221,6 +228,8 @@ class Bringer(Holding, Sink):
                 if self._failed is not None:
                     error, self._failed = self._failed, None
                     raise error
+                if crew.has_done():
+                    self._began_for = self._wanted
                 picked = self._take_experts(self.experts.together if crew.is_inline else 1)
                 if not (picked or self._paused) and (layer := self._pick_layer()) is not None:
                     after = self._take(*layer)

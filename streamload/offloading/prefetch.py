@@ -90,7 +90,7 @@ class Rounds(Bringer):
                         self._views.enter(number)
                     self._users.append(number)
             finally:
-                self._wanted = ()
+                self._wanted, self._error = (), None  # Ctrl-C: it is not for the next pass
                 self._leave_if_done()
             self._unproved.update(n for n in numbers if self._held[n].unsure_nbytes)
             stalls[at] += time.perf_counter() - begun

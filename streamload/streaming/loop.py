@@ -154,7 +154,7 @@ class Crew:
         self._inline = Worker(job) if threads == 0 else None
         self._threads: list[threading.Thread] = []
         self._to_start = threads
-        self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self._failures: list[BaseException] = []
         interrupt.wake = self.wake
 
     def hand_out(self, reader: Reader, batch: Sequence[WorkItem]) -> None:
@@ -205,9 +205,9 @@ class Crew:
         """Whether ``units`` work items keep all workers busy: no more are under way at once."""
         return units >= self._most_in_flight
 
-    def has_done(self, shard: int) -> bool:
-        """Whether no work item of a shard, given by index, is under way."""
-        return not self._in_flight[shard]
+    def has_done(self, shard: int | None = None) -> bool:
+        """Whether workers have no work item under way, at all or of a shard, given by index."""
+        return not (self._in_flight.total() if shard is None else self._in_flight[shard])
 
     def drain(self, shard: int | None = None) -> None:
         """Wait for all work items under way, or all of one shard; raises workers' errors."""
@@ -219,8 +219,8 @@ class Crew:
     def end(self) -> None:
         """End the threads after the last work item; raises the error of closing their staging."""
         self.join()
-        if not self._failures.empty():
-            raise self._failures.get()
+        if self._failures:
+            raise self._failures[0]
 
     def join(self) -> None:
         """Wait for work items under way, drop queued ones, close all staging and end all threads.
@@ -236,11 +236,16 @@ class Crew:
                 _insist(thread.join)
         if self._inline is not None:
             self._close(self._inline)
+        errors: list[BaseException | None] = [*self._failures]
+        while not self._done.empty():  # nobody receives those
+            errors += [error for _, _, error in self._done.get() or ()]
+        for error in errors:
+            without_locals(error)  # they refer to the crew: a cycle
 
     def _close(self, worker: Worker) -> None:
         failure = worker.close()
         if failure is not None:
-            self._failures.put(failure)
+            self._failures.append(failure)
 
     def wake(self) -> None:
         """Wake the streaming thread for Ctrl-C; may interrupt that thread at any instruction."""

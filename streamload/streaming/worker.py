@@ -65,8 +65,7 @@ class Worker:
 
     def close(self) -> BaseException | None:
         """Free all staging slots; return the last error in doing so, if any."""
-        for _ in self.settle():
-            pass  # after a failure, too, the copies must have ended
+        deque(self.settle(), 0)  # after a failure, too, the copies must have ended
         failure: BaseException | None = None
         refiller, self._refiller = self._refiller, None
         try:

@@ -30,6 +30,7 @@ from streamload.offloading.prefetch import Rounds
 from streamload.planning.match import wants_of
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import sources
+from streamload.streaming.loop import Crew
 
 _ALIGNMENT = 512
 
@@ -316,6 +317,44 @@ def test_a_copy_that_is_lost_after_its_layer_was_handed_out_is_told(tmp_path: Pa
     for _ in range(3):
         for number in range(6):
             made.use(number)
+    made.close()
+
+
+def test_an_error_that_nobody_waited_for_is_not_told_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that failed is still ending as the model waits again: it gets its layer."""
+    at: dict[str, int] = {}
+    faults = Faults(error=OSError(5, "injected"))
+    faults._at = at
+    made = _made(tmp_path / "x", random.Random(1), slots=3, device=_Late(faults=faults))
+    real, ends = Crew.join, threading.Event()
+
+    def join(crew: Crew) -> None:
+        until = time.monotonic() + 20
+        while at and not made.rounds._wanted and time.monotonic() < until:
+            time.sleep(0.001)
+        if at and made.rounds._wanted:
+            ends.set()
+        at.clear()
+        real(crew)
+
+    monkeypatch.setattr(Crew, "join", join)
+    made.use(0)
+    until = time.monotonic() + 10
+    while len(made.rounds._held) < 3 or any(map(made.rounds._is_unsure, range(6))):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    at["copy"] = faults.calls["copy"] + 1
+    made.use(0)
+    made.use(1)  # what comes in its place fails
+    while faults.calls["copy"] < at["copy"]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    for _ in range(3):
+        for number in range(6):
+            made.use(number)
+    assert ends.is_set()
     made.close()
 
 
