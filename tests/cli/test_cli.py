@@ -85,7 +85,8 @@ def test_what_every_command_understands(
         asked = (layers, tmp_path / quiet, "--dtype", "float16", quiet)
         assert here("verify", *asked) == here("diff", *asked) == ("", "")
         assert here("diff", layers, tmp_path / quiet, quiet, code=1) == ("", "")
-        said, complained = here("verify", layers, tmp_path / quiet, quiet, code=1)
+        other = ("--dtype", "bfloat16", quiet)
+        said, complained = here("verify", layers, tmp_path / quiet, *other, code=1)
         assert said == "" and complained.count("\n") == 1
         assert here("inspect", layers, quiet) == here("inspect", layers)
         assert here("plan", layers, *place, quiet) == here("plan", layers, *place)
