@@ -454,7 +454,12 @@ def map_privately(file: FileIO) -> mmap.mmap:
     fd, access = file.fileno(), mmap.PROT_READ | mmap.PROT_WRITE
     nbytes = os.fstat(fd).st_size
     # in the place of memory: before Python 3.13, a map of a file keeps a copy of its descriptor
-    held = mmap.mmap(-1, nbytes, flags=flags | mmap.MAP_ANONYMOUS, prot=access)
+    anonymous = {"flags": flags | mmap.MAP_ANONYMOUS, "prot": access}
+    if sys.platform == "linux":  # it aligns whole huge pages: no fault maps pages of two layers
+        held = mmap.mmap(-1, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, **anonymous)
+        held.resize(nbytes)
+    else:
+        held = mmap.mmap(-1, nbytes, **anonymous)
     with memoryview(held) as view:
         _map(nbytes, access, flags | _MAP_FIXED, fd, at=address_of(view))
     return held
