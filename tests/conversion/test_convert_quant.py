@@ -135,27 +135,28 @@ def test_patterns_names_and_dtypes(tmp_path: Path) -> None:
     ],
 )
 def test_config_json_says_it(tmp_path: Path, name: str, key: str | None, value: Any) -> None:
-    """In the words of transformers, where it has some; else a note says that it has none."""
+    """In the words of transformers, where it has some; else in streamload's, and a note says so."""
     config = CONFIG | {"architectures": ["LlamaForCausalLM"]}
     path = source(tmp_path / "in", config=config)
     report = quiet(path, tmp_path / "out", quant={"*.q_proj.*": name})
     said = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = said.pop("quantization_config")
+    assert said == config
     if key is None:
-        assert said == config
+        assert found["quant_method"] == "streamload" and [*found["formats"]] == [name]
         assert any(value in note for note in report.plan.notes)
     else:
-        found = said.pop("quantization_config")
-        assert said == config
         assert found[key] == value or set(found[key]) > set(value)
 
 
-def test_several_formats_have_no_configuration(tmp_path: Path) -> None:
-    """A configuration has one of them: a note says so, and streamload knows the weights."""
+def test_several_formats_have_a_configuration_of_their_own(tmp_path: Path) -> None:
+    """One of transformers has one of them: a note says so, and streamload knows the weights."""
     path = source(tmp_path / "in")
     quant = {"*.q_proj.*": "int8", "*.down_proj.*": "nf4"}
     report = quiet(path, tmp_path / "out", quant=quant)
     assert any("int8 and nf4" in note for note in report.plan.notes)
-    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["formats"].keys() == {"int8", "nf4"}
     assert streamload.diff(path, tmp_path / "out", quant=quant, progress=False).ok
 
 
@@ -478,7 +479,8 @@ def test_some_are_dequantized_and_others_quantized(tmp_path: Path, name: str) ->
     assert bytes_of(tmp_path / "out") == found_in(expected)
     assert report.counts == expected.counts
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert ("quantization_config" in config) == (name == "nf4")
+    method = config["quantization_config"]["quant_method"]
+    assert method == ("bitsandbytes" if name == "nf4" else "streamload")
     if name == "nf4":
         assert config["quantization_config"]["quant_method"] == "bitsandbytes"
         assert "l.0.q" in config["quantization_config"]["llm_int8_skip_modules"]
