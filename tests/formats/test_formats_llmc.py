@@ -168,7 +168,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
         ({"model_type": None}, "llm.c reads GPT-2 alone.*found no model_type"),
         ({"n_layer": 4}, r"a tensor is missing.*transformer\.h\.3\.ln_1\.weight"),
         ({"n_layer": 2}, r"h\.2\.ln_1\.weight.*llm.c has no place for it"),
-        ({"vocab_size": 300}, r"wte\.weight.*its shape is not GPT-2's.*\[300, 32\].*\[301, 32\]"),
+        ({"n_positions": 7}, r"wpe\.weight.*its shape is not GPT-2's.*\[7, 32\]"),
         ({"n_embd": "32"}, "n_embd of config.json is invalid"),
         ({"activation_function": "relu"}, "llm.c has no such activation_function.*gelu_new.*relu"),
         ({"n_inner": 64}, "llm.c has no such n_inner"),

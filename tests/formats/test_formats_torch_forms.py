@@ -199,8 +199,8 @@ OTHERS: Mapping[str, tuple[Callable[[], bytes], str, str]] = {
     ),
     "npz": (
         _npz,
-        "is not a torch file",
-        "the file in it, unpacked",
+        "is a zip archive, but not of torch.save",
+        "one entry data.pkl",
     ),
     "nothing": (lambda: b"", "is not of torch.save", "a file that torch.save wrote"),
 }
