@@ -96,16 +96,16 @@ class Worker:
         except BaseException as error:
             failure = named(self._job, unit, error)
             UnderWay(unit, counts, tickets).outcome()
-        if failure is None:  # before outcomes: the caller may stop at one
-            self._has_begun(unit, counts, tickets)
-        yield from self._take_finished()
-        if failure is not None or not tickets:
-            yield from self.settle()  # slots are filled in order, and this unit has none
-        if failure is not None:
-            try:
+        try:
+            if failure is None:  # before outcomes: the caller may stop at one
+                self._has_begun(unit, counts, tickets)
+            yield from self._take_finished()
+            if failure is not None or not tickets:
+                yield from self.settle()  # slots are filled in order, and this unit has none
+            if failure is not None:
                 yield unit, counts, failure
-            finally:
-                del failure  # its traceback has this call: a cycle
+        finally:
+            del failure  # its traceback has this call: a cycle, wherever the caller stops
 
     def _wait_for_uses(self) -> None:
         """Wait for what copies have to come after; those of `_refill` do so on the device."""
