@@ -217,6 +217,7 @@ def test_a_crash_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("crash", [False, True])
 def test_outcomes_of_a_test_file(tmp_path: Path, crash: bool) -> None:
     """Counts, reasons and failures; of a file that crashes, those until then and its last test."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # names are relative to its folder
     file = tmp_path / "test_some.py"
     file.write_text(TESTS + "def test_z(): ctypes.string_at(0)\n" * crash)
     run = made_run(tmp_path)
@@ -231,6 +232,7 @@ def test_outcomes_of_a_test_file(tmp_path: Path, crash: bool) -> None:
 
 def test_a_test_file_that_hangs_is_ended(tmp_path: Path) -> None:
     """By its time, with the counts until then."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     file = tmp_path / "test_some.py"
     file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
     run = made_run(tmp_path)
