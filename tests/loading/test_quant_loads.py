@@ -429,10 +429,10 @@ def test_auto_asks_the_device_for_bfloat16(tmp_path: Path, device: str) -> None:
     names = {}
     for dtype, options in (("float32", {"quant": "auto"}), ("bfloat16", {})):
         (tmp_path / dtype).mkdir()
-        values = matrix(0, 2048, 1024, dtype=BY_NAME[dtype].numpy)
+        values = matrix(0, 8192, 1024, dtype=BY_NAME[dtype].numpy)
         path = write(tmp_path / dtype, {"layers.0.weight": values})
         (path / "config.json").write_text('{"dtype": "bfloat16"}')
-        budget = 2 * 2**21 + 2**20 + (NUMPY_SCRATCH_NBYTES if lack() else 0)
+        budget = 2 * 2**23 + 2**20 + (NUMPY_SCRATCH_NBYTES if lack() else 0)
         report = load(path, device=device, budget=budget, dtype=None, **options)
         names[dtype] = {p.dst.name for p in report.plan.placements}
     assert names["float32"] == names["bfloat16"]
