@@ -113,7 +113,8 @@ def small_model(name: str, **more: Any) -> Any:
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1 or key.endswith(("_bias", "sinks")):  # 0 or 1 at first
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-                parameter.mul_(1024).round_().div_(1024)  # 1 is added and taken away again exactly
+                # 1 is added and taken away again exactly, except from -0.0, which becomes 0.0
+                parameter.mul_(1024).round_().div_(1024).add_(0.0)
     return model
 
 
