@@ -106,11 +106,7 @@ STATES: Mapping[str, Callable[[Sequence[Path]], str]] = {"warm": warm, "cold": f
 
 
 def resolve(device: str | None) -> tuple[str, str]:
-    """Return framework and name of a device; None: ``STREAMLOAD_DEVICE``, or one that works.
-
-    Raises:
-        DeviceNotFoundError: no device works.
-    """
+    """Return framework and name of a device; None: ``STREAMLOAD_DEVICE``, or one that works."""
     device = device or environment_device()
     for name in (device,) if device else _DEFAULT_DEVICES:
         owner, rest = split_name(name)
@@ -143,8 +139,6 @@ def compare(options: Options) -> Comparison:
     """Measure all loaders, and return their figures.
 
     Raises:
-        CheckpointError: the checkpoint is invalid, or not in files.
-        DeviceNotFoundError: no device works.
         ValueError: an argument is invalid.
     """
     for state in options.states:

@@ -134,11 +134,7 @@ def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
 
 
 def copy(index: int) -> Rate:
-    """Return the fastest rate of copies from 64 MiB of pinned memory to a CUDA device.
-
-    Raises:
-        DeviceError: there is no such device or not enough memory.
-    """
+    """Return the fastest rate of copies from 64 MiB of pinned memory to a CUDA device."""
     context = open_context(index)
     with closing(DeviceMemory(context, _TARGET_NBYTES)) as target:
         return max((_copy(context, target.address, slot) for slot in _SLOTS), key=_SPEED)
@@ -177,9 +173,6 @@ def memory(owner: str, device: str, index: int | None) -> Callable[[], dict[str,
 
     CUDA's by copies inside it, which read and write; memory that is the host's by sums over it.
     ``owner``: the device's framework; ``index``: the number of a CUDA device.
-
-    Raises:
-        DeviceError: its memory is not the host's, nor a CUDA device's.
     """
     if index is not None:
         return lambda: asdict(_device_memory(index))

@@ -130,12 +130,7 @@ def _size(nbytes: int | None) -> str:
 
 
 def measure(options: PassOptions) -> OffloadBench:
-    """Measure passes under several budgets, and of peers; return the figures.
-
-    Raises:
-        PlanInfeasibleError: the largest layer and the weights that must stay do not fit.
-        CheckpointError: the checkpoint is invalid.
-    """
+    """Measure passes under several budgets, and of peers; return the figures."""
     path, device, tokens = options.path, options.device, options.tokens
     how: dict[str, Any] = {"dtype": options.dtype, "device": device, "tokens": tokens}
     how |= {"stay": list(options.stay), "layers": list(options.layers), "host": options.host}

@@ -149,12 +149,6 @@ class Digests:
 
         Args:
             path: the file, or the folder that contains it; a folder's URL ends with ``/``.
-
-        Raises:
-            ShardNotFoundError: there is no sidecar.
-            HeaderError: the content is not valid, or has a format or an algorithm unknown to this
-                version.
-            CheckpointError: the file cannot be read.
         """
         found: Location
         if isinstance(path, Url) or is_url(os.fsdecode(path)):

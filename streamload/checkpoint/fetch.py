@@ -48,9 +48,6 @@ def choose_fetch(checkpoint: Checkpoint, fetch: Fetch, *, needed: bool) -> Fetch
     """Return how a load reads the hub's files that the cache lacks: "stream" or "cache".
 
     With ``needed``, weights stay in the files: they have to be on this machine.
-
-    Raises:
-        CheckpointError: ``fetch`` is "cache", and the files do not fit or are of another server.
     """
     paths = [header.path for header in checkpoint.shards]
     if fetch == "cache" and any(isinstance(p, Url) and hub.file_of(p) is None for p in paths):
@@ -104,9 +101,6 @@ def on_disk(path: CheckpointLike, fetch: Fetch, progress: Progress) -> Checkpoin
     """Return a checkpoint whose files of the hub were downloaded, for weights that stay in them.
 
     It is the same object if all files are on this machine already, or of another server.
-
-    Raises:
-        CheckpointError: ``fetch`` is "stream", the files do not fit, or cannot be downloaded.
     """
     checkpoint = opened(path)
     files = _of_hub(checkpoint)

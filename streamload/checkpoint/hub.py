@@ -47,11 +47,7 @@ class Repository(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Repository:
-        """Parse ``org/name[@revision]``, ``hf://org/name[@revision][/path]`` or a URL of the hub.
-
-        Raises:
-            ShardNotFoundError: it is none of these, or huggingface_hub is not installed.
-        """
+        """Parse ``org/name[@revision]``, ``hf://org/name[@revision][/path]`` or a hub's URL."""
         if is_url(text):
             root = hub.settings().ENDPOINT + "/"
             match = _RESOLVED.fullmatch(text.removeprefix(root))
@@ -125,10 +121,6 @@ def locate(text: str) -> Location:
     """Return the folder or file that a repository's name means, pinned to a commit.
 
     If the hub gives no answer, it is a path in the local cache.
-
-    Raises:
-        ShardNotFoundError: there is no such repository, revision or file; or it is gated.
-        CheckpointError: the hub cannot be asked, and the cache lacks the repository.
     """
     asked = Repository.parse(text)
     try:
@@ -204,11 +196,7 @@ def snapshot(asked: Repository) -> Path | None:
 
 
 def listing(folder: Location) -> Mapping[str, int] | None:
-    """Return lengths in bytes of a repository's files in a folder, by path; None if it is none.
-
-    Raises:
-        CheckpointError: the hub cannot be asked.
-    """
+    """Return lengths in bytes of a repository's files in a folder, by path; None if it is none."""
     file = hub.file_of(folder)
     if file is None:
         return None

@@ -71,9 +71,6 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool) -> str:
         src: dtype of the source.
         dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
         clamp: finite elements that overflow become the largest finite value of their sign.
-
-    Raises:
-        UnsupportedCastError: there is no such pair; or as `kept_ptx`.
     """
     if (src, dst) not in PAIRS:
         raise UnsupportedCastError(src.name, dst.name, reason="there is no such kernel")

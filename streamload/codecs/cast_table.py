@@ -94,7 +94,6 @@ def make_cast(
         and kernels drop the GIL and allocate nothing; "numpy" takes a few MB.
 
     Raises:
-        UnsupportedCastError: there is no such cast, or this machine cannot do it.
         ValueError: ``engine`` or ``out_of_range`` is not one of the names above.
     """
     if out_of_range not in get_args(OutOfRange):

@@ -282,11 +282,6 @@ def decoder_of(
         engine: "llvm" compiles a kernel for this CPU, "numpy" uses none, "auto" is "llvm" if that
             works. Both give the same bits, the payload of a NaN aside.
         out_of_range: as in `cast_table.make_cast`.
-
-    Raises:
-        CheckpointError: scales are invalid.
-        UnsupportedCastError: it cannot be dequantized; or ``engine`` is "llvm", and there is no
-            kernel for this machine.
     """
     return check_target(info, dst).decoder(info, dst, read, engine, out_of_range)
 
@@ -372,11 +367,7 @@ def check_finite(info: TensorInfo, finite: Array) -> None:
 def by_blocks(
     weight: QuantizedWeight, values: Values, scales: Array, zeros: Array = _NONE
 ) -> Weight:
-    """Return the `Weight` of a weight whose blocks span its last two axes.
-
-    Raises:
-        CheckpointError: there is not one scale for each block.
-    """
+    """Return the `Weight` of a weight whose blocks span its last two axes."""
     shape = weight.shape
     assert shape is not None, weight.name
     width = shape[-1] if shape else 1

@@ -69,9 +69,6 @@ def dequant_ptx(values: Values, dst: DType, *, clamp: bool, turned: bool) -> str
     ``weight`` (a multiple of 8) is the device address of `weight_parts`. Counts are added to
     ``tally`` as by `cast_cuda.cast_ptx`. It is launched in any number of blocks (`blocks` suggests
     one) of `BLOCK_THREADS` threads, without dynamic shared memory.
-
-    Raises:
-        UnsupportedCastError: as `kept_ptx`.
     """
     return kept_ptx(_kernel_ir(values, dst, clamp, turned), (values.name, dst.name))
 

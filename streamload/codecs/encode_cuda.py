@@ -53,9 +53,6 @@ def quant_ptx(tensor: Units, src: DType) -> str:
     to the `Tally` at device address ``tally`` (a multiple of 8). A launch takes fewer than 2^32
     elements. It is launched in any number of blocks (`blocks` suggests one) of `BLOCK_THREADS`
     threads in one dimension, without dynamic shared memory.
-
-    Raises:
-        UnsupportedCastError: as `kept_ptx`.
     """
     return _quant_ptx(tensor.device_recipe, src, tensor.format)
 

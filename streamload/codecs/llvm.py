@@ -262,9 +262,6 @@ class HostFunction:
             names: names of source and target, for the error.
             ir: returns the IR, from ``native_half`` (whether the CPU converts between float16 and
                 float32) and ``architecture`` (the first part of the target triple).
-
-        Raises:
-            UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
         """
         with _compiling:
             found: Kernel | str | None = compiled.get((self.symbol, key))

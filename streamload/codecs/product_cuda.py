@@ -372,9 +372,6 @@ def product_ptx(
         tokens: vectors that it is multiplied with; 0 to decode it.
         exact: what `is_exact` returns for the weight's width.
         fixed: (name, value) of `PARAMETERS` that the kernel holds and does not take.
-
-    Raises:
-        UnsupportedCastError: as `kept_ptx`.
     """
     ir = _Kernel(form, dtype, tokens, exact, dict(fixed)).text()
     return kept_ptx(ir, (form.codes.name, dtype.name))

@@ -177,9 +177,6 @@ def kept_ptx(ir: str, names: tuple[str, str], cpu: str = _CPU) -> str:
         ir: kernels and the functions that they call.
         names: names of source and target, for the error.
         cpu: the oldest architecture that the PTX is for.
-
-    Raises:
-        UnsupportedCastError: the PTX is not cached, and llvmlite is missing or has no NVPTX.
     """
     try:
         found = kept(lambda: compile_ptx(ir, cpu=cpu).encode(), "ptx", cpu, _FEATURES, ir)

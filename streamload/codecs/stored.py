@@ -41,11 +41,7 @@ _MARKS = frozenset(
 
 
 def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
-    """Return the quantized weights of a checkpoint by name, found in its headers alone.
-
-    Raises:
-        CheckpointError: a tensor of a weight is missing, or does not fit it.
-    """
+    """Return the quantized weights of a checkpoint by name, found in its headers alone."""
     dtypes = set(map(id, map(attrgetter("dtype"), layouts.tensors.values())))
     if dtypes.isdisjoint(_MARKS):
         return {}
@@ -109,11 +105,7 @@ def _own_blocks(layouts: Layouts) -> dict[str, QuantizedWeight]:
 def read_states(
     layouts: Layouts, groups: Mapping[str, QuantizedWeight]
 ) -> Mapping[str, QuantizedWeight]:
-    """Return quantized weights with shapes, after reading the small tensors that state some.
-
-    Raises:
-        CheckpointError: the bytes cannot be read, are invalid, or do not fit the headers.
-    """
+    """Return quantized weights with shapes, after reading the small tensors that state some."""
     found = dict(groups)
     unknown = [weight for weight in groups.values() if weight.shape is None]
     wanted = [(weight, one) for weight in unknown if (one := complete_of(weight)) is not None]

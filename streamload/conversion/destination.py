@@ -243,9 +243,6 @@ class Destination:
         """Remove an old checkpoint, and move all files to their paths, indexes last.
 
         ``published``: digests of all files of the plan, by path.
-
-        Raises:
-            CheckpointError: there is an old checkpoint, and ``replaces`` is not set.
         """
         waiting = self.waiting(published)
         done = published.keys() - waiting

@@ -188,11 +188,7 @@ def linked(path: Path) -> CheckpointError:
 
 
 class Output:
-    """An output file that several threads write at given offsets.
-
-    Raises:
-        CheckpointError: from each method, if the file cannot be written.
-    """
+    """An output file that several threads write at given offsets."""
 
     def __init__(self, folder: Folder, path: str, name: Path) -> None:
         """Open or create a file in a folder; ``name``, its final path, names it in errors."""
@@ -315,9 +311,6 @@ def locked(destination: Path) -> Iterator[None]:
     """Lock a destination against other conversions, and make it if missing.
 
     Folders made here that are empty at the end are removed.
-
-    Raises:
-        CheckpointError: another conversion has the lock, or the folder cannot be written.
     """
     made = [p for p in (destination, *destination.parents) if not exists(p)]
     with ExitStack() as opened:

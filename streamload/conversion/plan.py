@@ -376,10 +376,6 @@ def plan_conversion(
     """Plan a conversion without reading or writing a tensor.
 
     Raises:
-        CheckpointError: two tensors would get one name, a name cannot be written, or the
-            checkpoint's folder cannot be listed.
-        PlanInfeasibleError: a node cannot hold its tensors.
-        UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, no tensor is left, or a node's name cannot be that
             of a folder.
     """

@@ -109,11 +109,7 @@ def all_entries(
 
 
 def entries_of(wanted: Target) -> list[OutTensor]:
-    """Return a tensor's entries in the output: one, or several if it is quantized (codes, scales).
-
-    Raises:
-        UnsupportedCastError: the tensor cannot be in its format, or cannot have its dtype.
-    """
+    """Return a tensor's entries in the output: several if it is quantized (codes, scales)."""
     info, made = wanted.info, wanted.made
     assert made is None or made.numel == wanted.numel, wanted.name
     for each in made.infos if made is not None else ():
@@ -184,8 +180,6 @@ def described(
         Keys of config.json, empty if none describes the weights, and sentences for users.
 
     Raises:
-        CheckpointError: config.json already has settings of weights that stay quantized.
-        UnsupportedCastError: transformers would read a transposed weight (Conv1D) as another one.
         ValueError: transformers opens no weights of this format in the model.
     """
     codes = {p[0].name: p[0] for p in made.values() if p[0].coding is not None}

@@ -57,12 +57,7 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Parse a URL, without its fragment.
-
-        Raises:
-            CheckpointError: ``text`` has none of the schemes, or names no host; or it is of a store
-                and has a user, port or query.
-        """
+        """Parse a URL, without its fragment."""
         try:
             parts = urlsplit(text)
             whole = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
@@ -162,11 +157,7 @@ def is_foreign(text: str) -> bool:
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """Return a path on this machine, or the name of a repository, as a `Path`.
-
-    Raises:
-        ShardNotFoundError: ``path`` is a URL of another scheme, or a broken one.
-    """
+    """Return a path on this machine, or the name of a repository, as a `Path`."""
     text = os.fsdecode(path)
     shown = without_secrets(text)
     # raised here: the operating system's errors would show secrets

@@ -252,11 +252,7 @@ _users = Counter[tuple[int, int]]()  # slots by (context, stream), under the loc
 
 
 def _take_stream(context: Context) -> int:
-    """Return a ``CUstream`` for a slot; slots share a few of them. The context must be current.
-
-    Raises:
-        DeviceError: the driver refused.
-    """
+    """Return a ``CUstream`` for a slot; slots share a few of them. The context must be current."""
     with _sharing:
         mine = [key for key in _users if key[0] == context.handle]
         if len(mine) < _STREAMS:
@@ -348,9 +344,6 @@ class PinnedStaging(_Stream):
     Attributes:
         view: the bytes; they begin at a page.
         address: address of the first byte.
-
-    Raises:
-        AllocationError: the memory cannot be allocated or page-locked.
     """
 
     what = "staging"
@@ -441,10 +434,6 @@ class BulkCopier:
         """Return the handle of a cast kernel, compiled once; any thread may call this.
 
         With ``clamp``, finite values beyond the range of ``dst`` become its largest finite value.
-
-        Raises:
-            UnsupportedCastError: it cannot be compiled.
-            DeviceError: the driver refuses it.
         """
         return self.function(cast_ptx(src, dst, clamp=clamp), SYMBOL)
 
@@ -505,9 +494,6 @@ def load_function(driver: Driver, device: str, ptx: str, name: str = SYMBOL) -> 
 
     That takes milliseconds; the driver caches the result for later processes. ``device`` is the
     device's name, for errors.
-
-    Raises:
-        DeviceError: the driver refuses, with its compiler's message.
     """
     log = ctypes.create_string_buffer(_LOG_NBYTES)
     options = (ctypes.c_int * 2)(_LOG_BUFFER, _LOG_BUFFER_NBYTES)
@@ -531,11 +517,7 @@ _compiling = threading.Lock()
 
 
 def load_kept(context: Context, ptx: str, symbol: str) -> int:
-    """Return the handle of a function in PTX, loaded once a context; any thread may call this.
-
-    Raises:
-        DeviceError: the driver refuses it.
-    """
+    """Return the handle of a function in PTX, loaded once a context; any thread may call this."""
     with _compiling:
         return _function(context, ptx, symbol)
 

@@ -51,10 +51,6 @@ class Refiller:
         """Start ``count`` threads, with the caller's, each with so many ``slots`` of ``nbytes``.
 
         No read may be longer than a slot.
-
-        Raises:
-            AllocationError: memory cannot be allocated or page-locked.
-            DeviceError: the driver refused.
         """
         self._context = context
         self._marks: deque[Mark] = deque()

@@ -269,10 +269,6 @@ class CollectiveReader:
             start: first file byte.
             out: memory of as many bytes as to read.
             file: reads bytes that are in no block.
-
-        Raises:
-            PeerFailedError: a rank was lost.
-            CheckpointError: this rank could not read.
         """
         blocks = self._blocks.get(shard, [])
         at, stop = start, start + out.nbytes

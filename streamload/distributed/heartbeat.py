@@ -128,11 +128,7 @@ class Heartbeat:
                 self._listener = _ignore
 
     def arrive(self) -> None:
-        """Wait until all ranks have called this as often as this rank, however long that takes.
-
-        Raises:
-            PeerFailedError: a rank was lost.
-        """
+        """Wait until all ranks have called this as often as this rank, however long that takes."""
         self._mine.stage += 1
         if self._group.size == 1:
             return

@@ -81,9 +81,6 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 
     Args:
         environ: environment variables; None: those of this process.
-
-    Raises:
-        NodeError: variables that are no numbers, or a rank outside of the group.
     """
     env = os.environ if environ is None else environ
     set_up = (each for each in _LAUNCHERS if all(name in env for name in (each.rank, *each.needs)))
@@ -132,8 +129,6 @@ def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) ->
         The group; the caller closes it, unless it was given.
 
     Raises:
-        NodeError: no engine for the launcher is installed or works.
-        PeerFailedError: not all ranks came.
         TypeError: ``group`` is none of these.
     """
     if group is None:

@@ -91,8 +91,6 @@ def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
         met: never called: MPI's ranks cannot regroup.
 
     Raises:
-        PeerFailedError: not all ranks came.
-        NodeError: the MPI library does not work with this launcher.
         ImportError, RuntimeError: mpi4py or the MPI library are not installed.
     """
     mpi = _start()

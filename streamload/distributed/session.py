@@ -116,10 +116,6 @@ class Session:
 
         Returns:
             The value kept, and the JSON values of all ranks, by rank.
-
-        Raises:
-            NodeError: ``make`` of another rank raised.
-            PeerFailedError: a rank was lost.
         """
         own: Exception | None = None
         try:

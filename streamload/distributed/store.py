@@ -248,10 +248,6 @@ def open_store(group: ProcessGroup, timeout: float, address: str = "") -> Shared
         timeout: seconds for an answer of rank 0.
         address: the only address on which rank 0 listens; "" for the interface of
             ``GLOO_SOCKET_IFNAME``, or all interfaces.
-
-    Raises:
-        PeerFailedError: rank 0 is lost, or cannot be reached from here.
-        NodeError: rank 0 cannot listen on the port of STREAMLOAD_STORE_PORT.
     """
     if group.rank == 0:
         key = secrets.token_bytes(32)

@@ -72,8 +72,6 @@ def split_tensors(
         **options: see `SplitOptions`.
 
     Raises:
-        PlanInfeasibleError: it does not fit.
-        CheckpointError: the checkpoint is invalid.
         ValueError: heads or axes do not divide, or an argument is invalid.
     """
     mesh = Mesh.of(split, len(nodes))

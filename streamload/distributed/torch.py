@@ -211,10 +211,6 @@ def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
         launch: the launcher's variables.
         timeout: seconds for the ranks to meet, and for each collective.
         met: see `streamload.distributed.launch.open_group`.
-
-    Raises:
-        PeerFailedError: not all ranks came.
-        NodeError: the address at which ranks meet is unknown or invalid.
     """
     if not launch.meeting or launch.size is None:
         raise NodeError(launch.host, "set MASTER_ADDR and MASTER_PORT, so that ranks can meet")
@@ -295,9 +291,6 @@ def _claim(store: Any, launch: Launch, *, outlived: bool = False) -> None:
         store: the launcher's store.
         launch: the launcher's variables.
         outlived: release the rank at exit, since the store stays.
-
-    Raises:
-        PeerFailedError: another process has the rank; waiting ranks raise it, too.
     """
     prefix, rank = _prefix(launch), launch.rank
     mine = f"{launch.host}, process {os.getpid()}"

@@ -92,11 +92,7 @@ def is_endpoint(href: str) -> bool:
 
 
 def authorization(where: Url, href: str) -> dict[str, str]:
-    """Return the header with the token for a request to the hub's server; {} for all others.
-
-    Raises:
-        CheckpointError: the library is offline, or the token cannot be sent.
-    """
+    """Return the header with the token for a request to the hub's server; {} for all others."""
     if not is_endpoint(href):
         return {}
     if settings().is_offline_mode():
@@ -298,9 +294,6 @@ def ask(
         stopped: ends the wait for the next try.
         instead: called if there is no answer; a result other than None is returned.
         most_nbytes: of the answer; None for any length.
-
-    Raises:
-        CheckpointError: in place of the library's errors.
     """
     patience, stopped = Patience.from_environment(), stopped or threading.Event()
     tried = 0
@@ -365,9 +358,6 @@ def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
         fetch: the choice of the user.
         files: lengths in bytes of the files; those in the local cache take no room.
         where: the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: "cache" is asked for, and the disk lacks the room.
     """
     if fetch == "stream" or not files:
         return "stream"

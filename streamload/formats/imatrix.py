@@ -70,11 +70,7 @@ class Importance(NamedTuple):
 
 
 def read_imatrix(path: Path) -> Mapping[str, Importance]:
-    """Return the importance of each matrix in a file, by GGUF's name; reads no weight.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is no importance matrix.
-    """
+    """Return the importance of each matrix in a file, by GGUF's name; reads no weight."""
     with open_file(path) as file:
         is_gguf = file.read(0, len(MAGIC)) == MAGIC
     header = read_header(path, reader=None if is_gguf else _Entries())

@@ -359,11 +359,7 @@ class Model:
         return found if isinstance(found, str) else ""
 
     def number(self, key: str, otherwise: int | None = None) -> int:
-        """Return a whole number above 0 of the configuration, or ``otherwise`` if it is missing.
-
-        Raises:
-            CheckpointError: the value is something else, or is missing and has no default.
-        """
+        """Return a whole number above 0 of the configuration, or ``otherwise`` if it is missing."""
         found = self.config.get(key)
         found = otherwise if found is None else found
         if type(found) is not int or not 0 < found < 2**31:

@@ -388,9 +388,6 @@ def as_model_reads(
     """Return `fill` with the names that a model's own loading code gives tensors.
 
     `explicit` are the parameters whose sources the user names: no code sees these.
-
-    Raises:
-        StateDictMismatchError: that code changes values; names each module.
     """
 
     def seen() -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -253,11 +253,7 @@ class Options:
         return replace(found, notes=(*found.notes, note))
 
     def _maps_fit(self, found: Plan, request: PlanRequest, taken_nbytes: int) -> bool:
-        """Return whether a process's addresses are enough to map files while a plan runs.
-
-        Raises:
-            PlanInfeasibleError: they are not, and files are to be mapped in any case.
-        """
+        """Return whether a process's addresses are enough to map files while a plan runs."""
         addresses = address_space_nbytes()
         if addresses is None:
             return True

@@ -330,11 +330,7 @@ class Bringer(Holding, Sink):
         self._here(read, raises=True)
 
     def _bring_next(self, released: int) -> None:
-        """Let the device read the next layers, in place of one that was released, if it can.
-
-        Raises:
-            StreamloadError: copies to the released layer failed; the device computed with it.
-        """
+        """Let the device read the next layers, in place of one that was released, if it can."""
 
         def settle(crew: Crew) -> None:
             while self._is_unsure(released) and crew.settle(1):

@@ -32,10 +32,6 @@ class HostFile:
         """Read the tensors ``names``, with the kernel's read-ahead if ``ahead``.
 
         If ``keeps``, the page cache keeps their files, too.
-
-        Raises:
-            CheckpointError: they cannot be read.
-            OffloadError: the system has no files in memory, or no memory for this one.
         """
         infos = [info for name, info in checkpoint.tensors.items() if name in names]
         *starts, nbytes = accumulate((info.nbytes for info in infos), initial=0)

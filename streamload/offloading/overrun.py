@@ -51,11 +51,7 @@ class TokenRoom:
         return self._over(self.most_tokens, self.most_cached)
 
     def see(self, tokens: int, cached: int) -> None:
-        """Check a pass that begins, of ``tokens``, with ``cached`` in the KV cache at its end.
-
-        Raises:
-            OffloadError: there is no room for them, and ``on_overrun`` is "error".
-        """
+        """Check a pass that begins, of ``tokens``, with ``cached`` in the KV cache at its end."""
         over = self._over(tokens, cached)
         first = over and not self.overrun
         if over and self.on_overrun == "error":

@@ -56,11 +56,6 @@ class Rounds(Bringer):
         """Wait until a layer is in its slots, and keep it until `release`.
 
         Returns one buffer for each tensor of the layer, on which the device may queue work.
-
-        Raises:
-            OffloadError: this was closed, or another thread computes with a layer now.
-            MemoryTakenError: others took memory of the host, and little is left.
-            StreamloadError: the layer could not be brought; the next call tries again.
         """
         self._check_process()
         (first,) = self._acquire([number], self.stats.stalls, number)
@@ -117,9 +112,6 @@ class Rounds(Bringer):
 
         Returns:
             The experts that a call around this one still needs, for `end_asking`.
-
-        Raises:
-            OffloadError: this was closed, or another thread computes with a layer now.
         """
         self._check_process()
         for _, ticket in self._used:  # it has ended: the router's choice was computed after it
@@ -163,11 +155,7 @@ class Rounds(Bringer):
         return [self._first_expert + expert for expert in self.experts.numbers(layer, chosen)]
 
     def release(self, number: int) -> None:
-        """End `acquire`, if it succeeded: slots may be refilled after the work queued until now.
-
-        Raises:
-            StreamloadError: the copies to the layer failed.
-        """
+        """End `acquire`, if it succeeded: slots may be refilled after the work queued until now."""
         if self._mark_release([number]) and self._reads_here():
             self._bring_next(number)
 
@@ -249,11 +237,7 @@ class Rounds(Bringer):
         return available_host_nbytes() >= self._plan.host_nbytes
 
     def pause(self) -> None:
-        """Free the slots until `resume`; threads, staging and files are released when idle.
-
-        Raises:
-            OffloadError: a thread computes with a layer now.
-        """
+        """Free the slots until `resume`; threads, staging and files are released when idle."""
         self._check_not_reading("paused")
         with self._lock:
             if self._users or self._wanted:
@@ -287,11 +271,7 @@ class Rounds(Bringer):
             self._wake()
 
     def close(self, why: str) -> None:
-        """End all threads and free the slots; later calls of `acquire` raise OffloadError(why).
-
-        Raises:
-            OffloadError: a thread computes with a layer now.
-        """
+        """End all threads and free the slots; later calls of `acquire` raise OffloadError(why)."""
         if os.getpid() != self._process:
             self.memory.close()  # this process's copy; the parent has the threads
             return

@@ -120,11 +120,7 @@ class Problem:
 
     @cached_property
     def cache(self) -> KvCache | None:
-        """The KV cache to leave room for: that of the options, else of ``tokens``; None: no room.
-
-        Raises:
-            CheckpointError: the options ask for a KV cache whose size is unknown.
-        """
+        """The KV cache to leave room for: of the options, else of ``tokens``; None: no room."""
         asked, config, path = self.options.cache, self.checkpoint.config, self.checkpoint.path
         if asked is not None:
             return KvCache.of(config, asked, path=path)
@@ -181,13 +177,7 @@ class Problem:
     # --- planning -----------------------------------------------------------------------------
 
     def decide(self) -> OffloadPlan:
-        """Return the plan with the cheapest passes: as many layers stay as fit.
-
-        Raises:
-            PlanInfeasibleError: not even the least fits (a slot for the largest layer, and weights
-                that must stay), or the host lacks memory for ``host=``.
-            CheckpointError: the size of the KV cache, or of activations, is unknown.
-        """
+        """Return the plan with the cheapest passes: as many layers stay as fit."""
         spec, options = self.spec, self.options
         rest = self.cache_nbytes + self.activation_nbytes
         room, limited_by = spec.budget_nbytes, spec.limit

@@ -34,7 +34,6 @@ class RowReader:
         """Return rows as a flat array of bytes, cast to the reader's `dst`; ``rows``: ascending.
 
         Raises:
-            CheckpointError: they cannot be read, or the file has changed.
             IndexError: the tensor has no such row.
         """
         count = self._info.shape[0]

@@ -30,11 +30,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Find the objects of a model; ``layers``: patterns of names of its layers.
-
-        Raises:
-            OffloadError: the model is a dict of tensors, or sharded.
-        """
+        """Find the objects of a model; ``layers``: patterns of names of its layers."""
         modules: dict[str, Any] = {}
         for prefix, module in walk(model, tinygrad_modules.JIT):
             modules.setdefault(prefix.removesuffix("."), module)

@@ -99,12 +99,7 @@ class LentSlots(TinygradSlots):
 
 
 def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
-    """Return a buffer over ``numel`` elements of another, from byte ``start`` on.
-
-    Raises:
-        OffloadError: the device has no such views.
-        AllocationError: the driver cannot make one.
-    """
+    """Return a buffer over ``numel`` elements of another, from byte ``start`` on."""
     if numel == 0:
         return Buffer(buffer.device, 0, dtype)
     with ALLOCATORS:

@@ -40,11 +40,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Find the modules of a model; ``layers``: patterns of names of its layers.
-
-        Raises:
-            OffloadError: the model is no module, is offloaded already, or is sharded.
-        """
+        """Find the modules of a model; ``layers``: patterns of names of its layers."""
         if not isinstance(model, nn.Module):
             raise OffloadError(
                 f"a model of torch that is offloaded is a module, not a {type(model).__name__}: "

@@ -55,11 +55,7 @@ class Turns:
                 turn.bring()
 
     def make_room(self, turn: Turn, needed_nbytes: int) -> None:
-        """Let other models leave the device, as far as one needs so many bytes.
-
-        Raises:
-            OffloadError: models that compute, or references to their weights, hold the memory.
-        """
+        """Let other models leave the device, as far as one needs so many bytes."""
         others = self._others(turn)
         for other in others:
             if not other.uses and self._room_nbytes < needed_nbytes + self._held_nbytes(others):
@@ -173,11 +169,7 @@ class Turn:
         self.held_nbytes = taken + self.more_nbytes
 
     def apply(self, model: nn.Module, change: Callable[[Any], Any]) -> None:
-        """Cast the model for ``.to(dtype)`` and the like, now and in later turns.
-
-        Raises:
-            OffloadError: the budget has no room for that.
-        """
+        """Cast the model for ``.to(dtype)`` and the like, now and in later turns."""
         with self._turns.lock, torch.inference_mode(False):
             self._turns.begin(self)
             probes = {dtype: torch.empty(0, dtype=dtype) for dtype in self._dtypes.values()}
@@ -187,11 +179,7 @@ class Turn:
             self._note()
 
     def leave(self) -> None:
-        """Free all memory of the model on the device, and put placeholders in place of weights.
-
-        Raises:
-            OffloadError: something still refers to a weight's memory, or has changed a weight.
-        """
+        """Free all memory of the model on the device, and put placeholders in place of weights."""
         if self._streaming is not None:
             self._streaming.pause(f"the turn of {self.name} is over")
         self._streaming = None

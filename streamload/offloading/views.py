@@ -75,12 +75,7 @@ class FileViews(Slots):
         device: Device,
         weight_of: Callable[[Any], Any],
     ) -> None:
-        """Map the files, and read nothing; ``weight_of`` makes a weight over a mapped tensor.
-
-        Raises:
-            FileChangedError: a file changed since its header was read.
-            CheckpointError: a file cannot be opened or mapped.
-        """
+        """Map the files, and read nothing; ``weight_of`` makes a weight over a mapped tensor."""
         plan = made.stream
         assert plan is not None
         self.count = len(made.residency.slot_starts)
@@ -120,11 +115,7 @@ class FileViews(Slots):
         return self._views[layer]
 
     def bring(self, shard: Location, start: int, stop: int) -> None:
-        """Map the pages of bytes ``start`` to ``stop`` (exclusive), and read the uncached ones.
-
-        Raises:
-            CheckpointError: the storage cannot read them.
-        """
+        """Map the pages of bytes ``start`` to ``stop`` (exclusive), and read the uncached ones."""
         first = self._addresses[shard]
         code = populate_shared(first + start, first + stop, ahead=self._ahead)
         if code:
@@ -138,11 +129,7 @@ class FileViews(Slots):
                 drop_pages(shard, start, stop)
 
     def enter(self, layer: int) -> None:
-        """Guard the files of a layer against changes while it computes, until `leave`.
-
-        Raises:
-            CheckpointError: a file has changed, or another process waits to change it.
-        """
+        """Guard the files of a layer against changes while it computes, until `leave`."""
         with ExitStack() as entered:
             for shard in {shard for shard, _, _ in self._ranges[layer]}:
                 entered.enter_context(self._opened(shard, layer).unchanged())

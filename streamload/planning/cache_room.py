@@ -43,9 +43,6 @@ class CacheRoom:
         """Return the cache with a dtype: the requested, else the weights', else config.json's.
 
         The weights' dtype is that of most bytes, and counts only if models compute in it.
-
-        Raises:
-            CheckpointError: none of these dtypes is known.
         """
         dtype = cache.request.dtype
         if dtype is None:
@@ -88,9 +85,6 @@ class CacheRoom:
         """Return the cache with each layer on the device that holds most of the layer's weights.
 
         ``devices`` names the device of each of ``wants``.
-
-        Raises:
-            CheckpointError: no layer of the checkpoint is known by its name.
         """
         # by the checkpoint's names, whose layers config.json counts
         names = [source[0].tensor for source in wants.sources]

@@ -107,11 +107,7 @@ class KvCache:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], request: CacheRequest, *, path: object) -> KvCache:
-        """Compute the cache of a model from its ``config.json``, empty if there is none.
-
-        Raises:
-            CheckpointError: there is no configuration, or the cache of its model is not known.
-        """
+        """Compute the cache of a model from its ``config.json``, empty if there is none."""
         where = str(path)
         if not config:
             raise CheckpointError(

@@ -144,7 +144,6 @@ class QuantPolicy:
             The result of the attempt, and notes that explain the choice.
 
         Raises:
-            PlanInfeasibleError: nothing fits.
             ValueError: no format can hold the weights, or the attempt without a format raises it.
         """
         if not self.is_auto:
@@ -355,8 +354,6 @@ def quantised(
         policy: the source of the formats, for messages.
 
     Raises:
-        UnsupportedCastError: tensors cannot be in their formats, or are dequantized: it names all
-            of them, and the ``quant=`` that leaves them as they are.
         ValueError: parts of two tensors would have one name.
     """
     if not any(formats):
@@ -513,9 +510,6 @@ def parts_of(
     """Yield a request for each tensor (codes, scales, ...) of a weight in format ``name``.
 
     ``of_rows``: whether functions change its rows.
-
-    Raises:
-        UnsupportedCastError: the weight cannot be in the format, or is dequantized.
     """
     info = checkpoint.tensors[want.source[0].tensor]
     made = quantized_of(info, want.shape, src, name)
@@ -536,11 +530,7 @@ def parts_of(
 
 
 def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantized:
-    """Return the layout of a weight in format ``name``; ``info``: the tensor, for messages.
-
-    Raises:
-        UnsupportedCastError: the weight cannot be in the format, or is dequantized.
-    """
+    """Return the layout of a weight in format ``name``; ``info``: the tensor, for messages."""
     reason = "this call dequantises it: quantise what convert(dtype=...) writes"
     try:
         if not src.is_packed:

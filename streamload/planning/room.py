@@ -53,9 +53,6 @@ def activation_nbytes(
         path: the checkpoint, for errors.
         reused: whether the allocator gives the freed memory of one part to the next.
         has_head: whether logits are computed.
-
-    Raises:
-        CheckpointError: the configuration lacks a number.
     """
     keys = ("hidden_size", "vocab_size", "num_attention_heads")
     values, _ = language_part(config)

@@ -34,9 +34,6 @@ class Adapter:
 
         A model in the same folder is its base; of a repository (`is_named`) only if the adapter
         names none, as in transformers' ``maybe_load_adapters``.
-
-        Raises:
-            CheckpointError: the adapter is invalid, or peft is not installed or too old.
         """
         if not isinstance(found, Path) or not (found / _CONFIG).is_file():
             return None

@@ -93,12 +93,7 @@ def _refuse(name: str, why: str, *args: Any, **kwargs: Any) -> NoReturn:
 def take_turns(
     parts: Mapping[str, Part], devices: Devices, options: Any, stay: Patterns
 ) -> OffloadedPipeline:
-    """Plan the turns of all models, and put placeholders into them; reads no data.
-
-    Raises:
-        PlanInfeasibleError: a model does not fit alone, even with the smallest layers that stream.
-        OffloadError: a model cannot be offloaded.
-    """
+    """Plan the turns of all models, and put placeholders into them; reads no data."""
     decided = _all_decided(parts, devices, options, stay)
     specs = [each.problem.spec for each in decided.values()]
     limits = [n for spec in specs for n in (spec.budget_nbytes, spec.free_nbytes) if n is not None]

@@ -89,11 +89,7 @@ def beside_nbytes(names: Names, devices: Devices) -> int:
 
 
 def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
-    """Let transformers compute tensors that the checkpoint lacks, on the devices of their modules.
-
-    Raises:
-        StateDictMismatchError: a tensor has no values after that.
-    """
+    """Let transformers compute tensors that the checkpoint lacks, on their modules' devices."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one: its id stays taken
     for prefix, module in model.named_modules():
         for entries in (module._parameters, module._buffers):

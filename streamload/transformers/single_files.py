@@ -79,9 +79,6 @@ def configured(checkpoint: Checkpoint, config: Any) -> Path | Mapping[str, Any]:
         checkpoint: the file.
         config: a folder, a repository, or a model's configuration; None: the repository in which
             diffusers looks, if the cache has it.
-
-    Raises:
-        CheckpointError: there is none.
     """
     if isinstance(config, Mapping):
         return config
@@ -223,9 +220,6 @@ def in_file(
         config: as in `configured`; None: the folder of the others, if there is one.
         given: components of the caller; "*" is the folder of all others.
         classes_of: returns class and folder of each model in a folder, but given ones.
-
-    Raises:
-        CheckpointError: there is no configuration, it holds no model, or a component is missing.
     """
     others = given.get("*")
     checkpoint = open_checkpoint(found)

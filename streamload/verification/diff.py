@@ -316,9 +316,6 @@ def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
     """Return the arguments of `diff` by which the sidecar of ``b`` says that it was made.
 
     Without a sidecar, {}. GGUF files have types that their writer chose: these are taken over.
-
-    Raises:
-        CheckpointError: ``b`` was made by what a comparison does not compute.
     """
     first, second = opened(a), opened(b)
     try:

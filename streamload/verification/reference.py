@@ -117,11 +117,7 @@ class Expected:
         self.parts.update(encoder.finish())
 
     def cast(self, data: memoryview | bytes | Array) -> Array:
-        """Return bytes of `values` after the cast to `dtype`.
-
-        Raises:
-            OutOfRangeError: a value cannot be represented, and `out_of_range` is "error".
-        """
+        """Return bytes of `values` after the cast to `dtype`."""
         src, dst = self.src, self.dtype
         given = np.frombuffer(data, np.uint8)
         if src is dst:

@@ -99,7 +99,6 @@ def verify(
         The parameters that differ; payloads of NaN are not compared after a cast.
 
     Raises:
-        PlanInfeasibleError: there is too little memory.
         ValueError: functions changed values of the load.
     """
     changed = [p.name for p in report.plan.placements if p.changes]

@@ -32,9 +32,6 @@ def nested_ptx() -> str:
     from ``scales`` on. ``map`` is the address of the 256 values of `dynamic_map`. It is launched in
     any number of blocks (`nested_blocks` suggests one) of `BLOCK_THREADS` threads in one dimension,
     without dynamic shared memory.
-
-    Raises:
-        UnsupportedCastError: as `kept_ptx`.
     """
     t = ThreadWriter()
     t.lines += [

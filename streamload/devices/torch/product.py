@@ -332,7 +332,6 @@ def _launch(
     """Return the launch of a kernel for rows first to stop, exclusive; None if there is none.
 
     Raises:
-        DeviceError: the driver refuses the kernel.
         OSError: there is no driver.
     """
     form, target = form_of(format, width), _DTYPES.get(dtype)

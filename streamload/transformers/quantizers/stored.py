@@ -101,12 +101,7 @@ class QuantizedCheckpoint(Quantization):
     def of(
         cls, checkpoint: Checkpoint, config: Any, asked: Any = None
     ) -> QuantizedCheckpoint | None:
-        """Return the steps for a `config`, merged with `asked`; None for checkpoints of floats.
-
-        Raises:
-            CheckpointError: only transformers opens the method, it needs a package that is not
-                installed, or the tensors are not those of quantized weights.
-        """
+        """Return the steps for a `config`, merged with `asked`; None for checkpoints of floats."""
         said, stated = stated_in(config)
         if said is None:
             return None
@@ -137,12 +132,7 @@ class QuantizedCheckpoint(Quantization):
         return cls(checkpoint, quantizer, method=method)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Put modules of transformers' quantizer into a model on the meta device.
-
-        Raises:
-            CheckpointError: they cannot be built, or do not run on the devices.
-            StateDictMismatchError: a weight has another shape than its module.
-        """
+        """Put modules of transformers' quantizer into a model on the meta device."""
         names, device_map = placed(devices)
         config, before = self.quantizer.quantization_config, dict(model.named_modules())
         try:
