@@ -71,16 +71,9 @@ def read(
 ) -> Rate:
     """Measure reading files in blocks by several threads, each into its own buffer.
 
-    Args:
-        paths: files.
-        threads: number of threads.
-        block_nbytes: size of a read, a multiple of 4096.
-        direct: use O_DIRECT.
-        seconds: read for this time, all blocks at most 8 times; None: every block once.
-        first_block: number of the block to begin with, counted over all files.
-
-    Raises:
-        OSError: the files cannot be read, or are empty.
+    ``block_nbytes`` is a multiple of 4096. Blocks are read from ``first_block`` on, counted over
+    all files, for ``seconds``, each at most 8 times; None: each once. Raises OSError, also for
+    empty files.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     with ExitStack() as stack:

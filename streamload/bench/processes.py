@@ -133,10 +133,7 @@ def command(
 ) -> list[str]:
     """Return the command line of a job's process; see `python_command`.
 
-    Args:
-        job: see `call`.
-        sites: folders that come first on the import path.
-        at_once: run one lap and end; else read commands from the standard input.
+    With ``at_once`` it runs one lap and ends, else it reads commands from the standard input.
     """
     more = {"commands": ["lap"]} if at_once else {}
     return python_command(_CHILD, json.dumps({**job, **more}), sites=sites)
@@ -145,17 +142,9 @@ def command(
 class Child:
     """The child process of a measurement, which begins to prepare (import, open devices) at once.
 
-    Args:
-        job: see `call`.
-        timeout_s: most seconds for each answer.
-        sites: folders that come first on its import path.
-        device_nbytes: returns the bytes in use on the device.
-        prefix: arguments to put before the child's command, such as a tool that runs it.
-        sample_s: seconds between samples of its memory.
-
-    Attributes:
-        peak: the peak of its memory, while it prepared and ran laps.
-        cpu_s: user and system seconds of the whole process, once it has ended.
+    ``device_nbytes`` returns the bytes in use on the device; ``prefix`` comes before the child's
+    command, such as a tool that runs it. `peak` is that of its memory while it prepared and ran
+    laps, `cpu_s` the user and system seconds of the whole process once it has ended.
     """
 
     def __init__(

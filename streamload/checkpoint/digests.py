@@ -145,11 +145,7 @@ class Digests:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str] | Url) -> Self:
-        """Read a sidecar file.
-
-        Args:
-            path: the file, or the folder that contains it; a folder's URL ends with ``/``.
-        """
+        """Read a sidecar file; ``path`` may be its folder, whose URL ends with ``/``."""
         found: Location
         if isinstance(path, Url) or is_url(os.fsdecode(path)):
             found = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))

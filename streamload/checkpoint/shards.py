@@ -138,15 +138,10 @@ class Shards:
     ) -> None:
         """Prepare to open files; each is opened when it is first needed.
 
-        Args:
-            headers: the files' headers.
-            kind: returns how to read a file; called once for each, before it is first opened.
-            opener: opens a file.
-            cache: the page cache that `done` counts in; None to drop nothing.
-            most_open: most files open at once, if some are idle: one more closes the one that was
-                idle for longest. None for any number.
-            is_used: returns whether a thread reads a file, besides those in a `block`.
-            ahead: whether the kernel may read ahead; see `Reader.stop_ahead`.
+        ``kind`` is called once for each file. With ``most_open`` (None: any number) one more closes
+        the file that was idle for longest, if any is; ``is_used``: whether a thread reads a file,
+        besides those in a `block`. ``cache``: None to drop nothing. ``ahead``: see
+        `Reader.stop_ahead`.
         """
         # number of closed files by the reason why they were not read as requested
         self.fallbacks: Counter[str] = Counter()

@@ -87,9 +87,8 @@ def careful(
 ) -> tuple[str, tuple[str | None, str | None, str | None]]:
     """Write IR that casts any elements, zero, infinity and NaN included, by integer operations.
 
-    Returns:
-        The cast elements, and masks of those that overflowed, became zero, and changed in value; a
-        mask is None if that cannot happen to any element of ``src``.
+    Also returns masks of those that overflowed, became zero, and changed in value; a mask is None
+    if that cannot happen to any element of ``src``.
     """
     source, lane = FLOATS[src.code], f"i{src.bits}"
     hub = _hub(v, src, dst, x)
@@ -226,15 +225,9 @@ def kernel_ir(src: DType, dst: DType, *, clamp: bool, native_half: bool, archite
     The kernel casts ``numel`` little-endian elements from ``src`` to ``out``, which may have any
     alignment and must not overlap, and adds to ``tally[0:3]`` (64-bit, aligned) how many finite
     elements overflowed, how many nonzero ones became zero, and how many changed in value at all
-    (those two included); a lossless pair leaves the tally alone.
-
-    Args:
-        src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
-        clamp: finite elements that overflow become the largest finite value of their sign.
-        native_half: the CPU converts between float16 and float32.
-        architecture: selects how the kernel enters the default floating-point environment; on an
-            unknown one it runs in the caller's.
+    (those two included); a lossless pair leaves the tally alone. With ``clamp`` finite elements
+    that overflow become the largest finite value of their sign. On an unknown ``architecture`` it
+    runs in the caller's floating-point environment.
     """
     functions = (
         _function(name, src, dst, clamp=clamp, native_half=native_half, width=width)

@@ -66,11 +66,6 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool) -> str:
     lossless pair does not use it. A launch that counts takes fewer than 2^32 elements. It is
     launched in any number of blocks (`blocks` suggests one) of `BLOCK_THREADS` threads in one
     dimension, without dynamic shared memory.
-
-    Args:
-        src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
-        clamp: finite elements that overflow become the largest finite value of their sign.
     """
     if (src, dst) not in PAIRS:
         raise UnsupportedCastError(src.name, dst.name, reason="there is no such kernel")

@@ -23,9 +23,7 @@ def cast_bytes(
     """Cast C-contiguous little-endian elements, of any alignment, in chunks.
 
     With ``clamp`` finite values that overflow become the largest finite value of their sign.
-
-    Returns:
-        Counts of finite values that overflowed, nonzero ones that became zero, and other changes.
+    Returns counts of those that overflowed, nonzero ones that became zero, and other changes.
     """
     source = np.frombuffer(data, np.uint8)
     target = np.frombuffer(out, np.uint8)

@@ -78,23 +78,12 @@ def make_cast(
 ) -> Cast:
     """Return the function that casts ``src`` to ``dst``: to nearest, ties to even, rounded once.
 
-    NaN stays NaN, infinities stay, and subnormals are right on both sides. If the dtypes are the
-    same the bytes are copied.
+    NaN stays NaN, infinities stay, and subnormals are right on both sides; bytes are little-endian.
+    "llvm" and "numpy" give the same bits, the payload of a NaN aside. "error" computes as "inf"
+    does: the caller knows the tensor, and raises if ``overflowed``.
 
-    Args:
-        src: dtype of the source bytes, little-endian.
-        dst: dtype of the target bytes, little-endian.
-        engine: "llvm" and "numpy" give the same bits, the payload of a NaN aside.
-        out_of_range: finite values beyond the largest one of the target become infinity, or with
-            "clamp" that largest value with their sign. "error" computes as "inf" does: the caller
-            knows the tensor, and raises if ``overflowed``.
-
-    Returns:
-        A function (source bytes, target memory) -> `CastCounts`, for any threads at once. Copies
-        and kernels drop the GIL and allocate nothing; "numpy" takes a few MB.
-
-    Raises:
-        ValueError: ``engine`` or ``out_of_range`` is not one of the names above.
+    Any threads may call the result at once, with source bytes and target memory. Copies and kernels
+    drop the GIL and allocate nothing; "numpy" takes a few MB. Raises ValueError for other names.
     """
     if out_of_range not in get_args(OutOfRange):
         raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")

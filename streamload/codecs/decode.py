@@ -52,7 +52,6 @@ class Weight:
     """All of a quantized weight but its values: scales, zero points, and the blocks they apply to.
 
     Attributes:
-        values: the storage of a value.
         rows: rows of a matrix; a weight with one scale counts as one matrix.
         width: values of a row.
         tall: rows of a block, whose values share one scale.
@@ -84,9 +83,7 @@ class Weight:
     def products(self, codes: Array, first: int) -> tuple[Array, int]:
         """Return the exact float64 elements of stored values, and how many a scale of 0 made zero.
 
-        Args:
-            codes: the stored values, one in a byte.
-            first: index of the first value in the weight.
+        ``codes`` has one value in a byte, from index ``first`` of the weight on.
         """
         at = np.arange(first, first + codes.size)
         row, column = at // self.width, at % self.width
@@ -106,17 +103,7 @@ class Weight:
 def check_lengths(
     what: str, data: memoryview, out: memoryview, dst: DType, first: int, lines: int, fits: bool
 ) -> None:
-    """Raise ValueError unless ``fits`` is set, and both buffers are contiguous.
-
-    Args:
-        what: the kind of the stored values, for the message.
-        data: the stored values.
-        out: elements of ``dst``, to be written.
-        dst: target dtype.
-        first: index of the first element in the weight.
-        lines: lines of elements in ``out``.
-        fits: whether the lengths of ``data`` and ``out`` belong together.
-    """
+    """Raise ValueError unless ``fits`` is set, and both buffers are contiguous."""
     if not fits:
         raise ValueError(
             f"{data.nbytes} bytes of {what} from element {first} on do not become "
@@ -273,15 +260,10 @@ def check_target(info: Packed, dst: DType) -> Layout:
 def decoder_of(
     info: Packed, dst: DType, read: Read, *, engine: Engine, out_of_range: OutOfRange
 ) -> Decoder:
-    """Read the scales of a weight, and return its decoder.
+    """Read the scales of a weight, and return its decoder; ``dst`` is one of `TARGETS`.
 
-    Args:
-        info: the weight.
-        dst: one of `TARGETS`.
-        read: reads a tensor.
-        engine: "llvm" compiles a kernel for this CPU, "numpy" uses none, "auto" is "llvm" if that
-            works. Both give the same bits, the payload of a NaN aside.
-        out_of_range: as in `cast_table.make_cast`.
+    ``engine`` and ``out_of_range`` are as in `cast_table.make_cast`; "auto" is "llvm" if that
+    works.
     """
     return check_target(info, dst).decoder(info, dst, read, engine, out_of_range)
 

@@ -41,9 +41,8 @@ def blocks(numel: int, bits: int) -> int:
 def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
     """Return the auxiliary arrays that the kernel reads: header, scales, zeros and table.
 
-    Args:
-        weight: up to `MOST_NUMEL` elements; values that share a byte share their scale.
-        turned: (rows, columns) of each matrix if the kernel transposes them, else None.
+    The weight has up to `MOST_NUMEL` elements; values that share a byte share their scale. `turned`
+    is (rows, columns) of each matrix if the kernel transposes them, else None.
     """
     scales = weight.scales
     if scales.nbytes % 4:  # scales of one byte: align the floats after them

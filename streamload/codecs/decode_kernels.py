@@ -31,7 +31,6 @@ class Values(ABC):
     """How a layout stores values, as codes of 4 or 8 bits; equal objects share a kernel.
 
     Attributes:
-        name: the layout's name, for errors.
         bits: bits of a code: 4 or 8.
         high_first: whether the first of the two codes in a byte has the high bits.
         significant_bits: significant bits of the number that a code stands for.
@@ -125,17 +124,8 @@ def product(
 ) -> tuple[str, list[str]]:
     """Write LLVM IR of elements from codes, ``%scale``, ``%zero`` and ``%guard`` (see `scale_of`).
 
-    Args:
-        v: receives the instructions.
-        values: how codes are stored.
-        dst: dtype of the elements.
-        codes: i8 values.
-        sums: i64 counts of the masks of `cast.careful`.
-        clamp: elements that overflow become the largest finite value of their sign.
-        key: suffix of the labels; the last label is ``join`` and this.
-
-    Returns:
-        The elements, and the updated counts.
+    ``codes`` are i8, ``sums`` i64 counts of the masks of `cast.careful`; returned are the elements
+    and the updated counts. Labels end in ``key``; the last is ``join`` and this.
     """
     value = values.instructions(v, codes)
     if values.has_zeros:

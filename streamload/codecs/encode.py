@@ -61,16 +61,11 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
-        """Quantize whole units; return their errors and counts.
+        """Quantize whole units from element ``first`` (a multiple) on; return errors and counts.
 
-        Args:
-            data: little-endian elements of the source from element ``first`` on, contiguous, any
-                alignment. The last unit of the tensor may be short.
-            out: receives their codes (the quantized units); must not overlap ``data``.
-            first: index of the first element in the tensor, a multiple of the unit.
-
-        Raises:
-            ValueError: the elements are not whole units, or ``out`` is not as long as their codes.
+        ``data`` is little-endian, contiguous, of any alignment, and does not overlap ``out``. The
+        last unit of the tensor may be short. Raises ValueError if the lengths do not belong
+        together.
         """
 
     @abstractmethod
@@ -83,11 +78,6 @@ class Quantized(ABC):
     """How one tensor is quantized: its units and the arrays stored for it; see `Scheme.of`.
 
     A unit is a run of elements that is quantized on its own, such as a block, a group or a row.
-
-    Attributes:
-        format: the scheme's name.
-        shape: the tensor's shape.
-        dtype: the tensor's dtype, which some formats store.
     """
 
     format: str

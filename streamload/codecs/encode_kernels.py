@@ -70,7 +70,6 @@ class Recipe(ABC):
 
     Attributes:
         numel: elements of a unit; 0 if the kernel's caller passes it.
-        packing: how the codes of a unit are packed.
         header_nbytes: bytes of a unit before its codes.
         signed: whether `scalars` takes the largest magnitude with the sign of its first element.
         goes_through_half: whether elements beyond float16 are counted.
@@ -88,12 +87,9 @@ class Recipe(ABC):
 
     @abstractmethod
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
-        """Write IR of elements' codes (i32, low bits), and of the float32 that codes decode to.
+        """Write IR of codes (i32, low bits) of finite float32 ``x``, and of what codes decode to.
 
-        Args:
-            v: receives the instructions.
-            x: finite float32 elements.
-            scalars: `Scalars.elements`, each as a vector like ``x``.
+        ``scalars`` are `Scalars.elements`, each as a vector like ``x``.
         """
 
 
@@ -124,11 +120,7 @@ class Tally(Structure):
 class UnitWriter:
     """Writes the IR that a recipe's kernels for host and CUDA share.
 
-    Args:
-        recipe: the scheme's instructions.
-        src: dtype of the elements.
-        count: IR type of counts.
-        most: IR type of the largest magnitude.
+    ``count`` and ``most`` are the IR types of counts and of the largest magnitude.
     """
 
     def __init__(self, recipe: Recipe, src: DType, count: str, most: str) -> None:
@@ -232,15 +224,11 @@ class _Writer(UnitWriter):
         narrow: Sequence[tuple[str, str]],
         body: Callable[[Vector, str, list[str]], Sequence[str]],
     ) -> list[str]:
-        """Write ``body`` for a unit's elements, by vectors, then one by one for the rest.
+        """Write ``body`` for a unit's elements, by vectors, then one by one; return carried values.
 
-        Args:
-            wide: (IR type, first value) of each value that the steps by vectors carry.
-            narrow: (IR type, first value) of each value that the steps by one element carry.
-            body: writes a step at an index from carried values, and returns their updates.
-
-        Returns:
-            The carried values at the end, wide and narrow.
+        ``wide`` and ``narrow``: (IR type, first value) of each value that steps by vectors and by
+        one element carry. ``body`` writes a step at an index from carried values, and returns their
+        updates.
         """
         if 0 < self.recipe.numel <= _UNROLLED:
             ends = [value for _, value in wide]

@@ -18,7 +18,6 @@ class FloatFormat:
     others have infinity).
 
     Attributes:
-        bits: width of a value.
         mantissa_bits: stored bits of the significand.
         bias: exponent bias.
         max_exponent: exponent of the largest finite value.

@@ -239,13 +239,7 @@ def chosen(
 
 
 def looked_up(v: Vector, table: str, codes: str) -> str:
-    """Write IR of the float32 values at i8 codes of 4 bits in a table of 16; return its name.
-
-    Args:
-        v: receives the instructions.
-        table: a pointer to the table.
-        codes: i8 values below 16.
-    """
+    """Write IR of the float32 values at i8 codes below 16 in a table of 16; return its name."""
     if v.width == 1:
         index = v.convert("zext", "i8", codes, "i64")
         place = v.emit(f"getelementptr float, ptr {table}, i64 {index}")
@@ -359,15 +353,10 @@ def loop(
     carried: Sequence[tuple[str, str]],
     body: Callable[[str, list[str]], Sequence[str]],
 ) -> list[str]:
-    """Write a loop over i64 indices; return the carried values at its end.
+    """Write a loop over i64 indices, ``stop`` exclusive; return the carried values at its end.
 
-    Args:
-        v: receives the instructions.
-        start: the first index.
-        stop: the end of the indices, exclusive.
-        step: added to the index.
-        carried: (IR type, first value) of each value that iterations update.
-        body: writes an iteration from the index and the carried values, and returns their updates.
+    ``carried``: (IR type, first value) of each value that iterations update; ``body`` writes an
+    iteration from the index and the carried values, and returns their updates.
     """
     key = f"%l{len(v.lines)}"
     label = key[1:]

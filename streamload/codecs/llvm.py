@@ -35,9 +35,7 @@ class Target:
     """The machine that LLVM compiles for.
 
     Attributes:
-        triple: LLVM target triple.
         cpu: LLVM's name of the CPU, or "" for the oldest one of the triple.
-        features: LLVM features, as in "+f16c,-avx512f".
     """
 
     triple: str
@@ -81,12 +79,7 @@ _log = logging.getLogger("streamload")
 
 
 def binding() -> Any:
-    """Import llvmlite's binding; the first time in a process that it is missing, log the cost.
-
-    Raises:
-        ImportError: llvmlite is not installed.
-        OSError: its library does not load.
-    """
+    """Import llvmlite's binding, or raise ImportError or OSError; the first time log the cost."""
     try:
         return importlib.import_module("llvmlite.binding")
     except ModuleNotFoundError as error:
@@ -103,12 +96,7 @@ def lack() -> str:
 
 
 def host_target() -> Target:
-    """Return this CPU, with the features that the operating system enables.
-
-    Raises:
-        ImportError: llvmlite is not installed.
-        OSError: its library does not load.
-    """
+    """Return this CPU with its enabled features; raises ImportError or OSError, as `binding`."""
     llvm = binding()
 
     triple = llvm.get_process_triple()
@@ -153,12 +141,9 @@ _READ = (*_CODE, b".symtab", b".strtab")
 
 
 def _sections(image: bytes) -> dict[bytes, bytes]:
-    """Return the nonempty sections of a 64-bit little-endian ELF object by name.
+    """Return the nonempty sections of a 64-bit little-endian ELF object by name, else ValueError.
 
     Sections other than code and symbols have b"" instead of their bytes.
-
-    Raises:
-        ValueError: the bytes are no such object.
     """
     if image[:6] != ELF + b"\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF object")
@@ -185,12 +170,8 @@ def undefined_symbols(image: bytes) -> tuple[str, ...]:
 def movable_code(image: bytes) -> bytes | None:
     """Return the machine code of an ELF object of one function, if it runs at any address.
 
-    Returns:
-        None if the object has to be linked first: its code refers to other sections (constants, a
-        jump table) or to other objects, or is in several sections.
-
-    Raises:
-        ValueError: the bytes are not a 64-bit little-endian ELF object.
+    None if the object has to be linked first: its code refers to other sections (constants, a jump
+    table) or to other objects, or is in several. Raises ValueError if it is no such object.
     """
     sections = _sections(image)
     code = [name for name in sections if name in _CODE]
@@ -200,20 +181,11 @@ def movable_code(image: bytes) -> bytes | None:
 
 
 def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> Any:
-    """Load an object file of `compile_object` into this process.
+    """Load an object file of `compile_object` for ``target``; return its function.
 
-    Args:
-        image: an object without undefined symbols: a call of one that has any kills the process.
-        target: the target of `compile_object`, which this CPU has to be able to run.
-        symbol: the name of a function of the object.
-        prototype: the function's ctypes type.
-
-    Returns:
-        The function; its code is freed with it.
-
-    Raises:
-        OSError: the system refuses executable memory.
-        RuntimeError: the object does not hold the function.
+    An object with undefined symbols kills the process when called. The code is freed with the
+    function. Raises OSError if the system refuses executable memory, RuntimeError if the object
+    does not hold ``symbol``.
     """
     llvm = binding()
 
@@ -237,13 +209,7 @@ compiled: dict[Hashable, Any] = {}
 
 @dataclass(frozen=True)
 class HostFunction:
-    """The C signature of a family of compiled kernels; any thread may call them, without the GIL.
-
-    Attributes:
-        symbol: the function's name in the IR.
-        arguments: its ctypes argument types; it returns nothing.
-        is_kept: whether object files are cached on disk for later processes.
-    """
+    """The C signature of compiled kernels; any thread may call them, without the GIL."""
 
     symbol: str
     arguments: tuple[Any, ...]
@@ -257,11 +223,9 @@ class HostFunction:
     def kernel(self, key: Hashable, names: tuple[str, str], ir: Callable[..., str]) -> Kernel:
         """Return the kernel for this CPU, compiled once per process; any thread may call it.
 
-        Args:
-            key: identifies the IR among those of this function.
-            names: names of source and target, for the error.
-            ir: returns the IR, from ``native_half`` (whether the CPU converts between float16 and
-                float32) and ``architecture`` (the first part of the target triple).
+        ``key`` identifies the IR among those of this function, ``names`` are source and target, for
+        the error. ``ir`` gets ``native_half`` (whether the CPU converts between float16 and
+        float32) and ``architecture`` (the first part of the target triple).
         """
         with _compiling:
             found: Kernel | str | None = compiled.get((self.symbol, key))

@@ -23,8 +23,6 @@ class Part:
 
     Attributes:
         suffix: the end of the array's name, after the tensor's: "" for the codes, ".absmax".
-        dtype: the dtype of its elements.
-        shape: the array's shape.
         is_sibling: whether the suffix replaces the last part of the tensor's name instead, as in
             ``layer.weight`` and ``layer.SCB``.
     """
@@ -57,7 +55,6 @@ class QuantCounts:
         squared_error: sum of the squares of all such differences.
         squared: sum of the squares of the elements.
         largest: the largest magnitude of an element.
-        numel: elements.
         nan: elements that are NaN, and count as 0.
         inf: elements that are infinite, and count as the largest finite one of their unit.
         overflowed: elements beyond float16 if the format goes through it, or all elements of a

@@ -53,15 +53,12 @@ class Permutation:
     grain: int = 1
 
     def write(self, first: int, out: _Array, fill: Fill, most_numel: int) -> CastCounts:
-        """Write a range of the permuted elements; return the counts of their cast.
+        """Write permuted elements to ``out``, from ``first`` on in the output's order.
 
-        Args:
-            first: index of the first element, in the order of the output.
-            out: receives the elements, as unsigned integers of their width.
-            fill: called with (first element, elements from a line to the next, tile); fills the
-                tile from the stored order, and returns the counts of its cast.
-            most_numel: the most elements that `fill` may span, those between lines included; a
-                single row may be longer.
+        ``fill`` gets (first element, elements from a line to the next, tile), fills the tile from
+        the stored order, and returns counts. It spans at most ``most_numel`` elements, those
+        between lines included; a single row may be longer. Elements are unsigned integers of their
+        width.
         """
         grain, column = self.grain, self.outer * self.row
         matrix = self.inner * column

@@ -107,14 +107,10 @@ class _Rows(BlockWriter):
         self._column = self._to = ""
 
     def begin(self, block: str, column: str, to: str, sums: list[list[str]]) -> None:
-        """Continue with a block.
+        """Continue with a block from ``column`` on; its elements are stored at ``to``, if at all.
 
-        Args:
-            block: pointer to it.
-            column: the first of its columns.
-            to: pointer to the place of its elements, if they are stored.
-            sums: of each token, vectors of sums of products (`total` writes them); blocks of
-                several vectors use them in turn. `store` replaces them.
+        ``sums``: of each token, vectors of sums of products (`total` writes them); blocks of
+        several vectors use them alternately. `store` replaces them.
         """
         self.block, self._column, self._to, self.sums, self._stored = block, column, to, sums, 0
 
@@ -382,23 +378,14 @@ def kernel_ir(
     native_half: bool,
     architecture: str,
 ) -> str:
-    """Return LLVM IR of ``void product(job)``.
+    """Return LLVM IR of ``void product(job)`` for ``tokens`` vectors; 0: the weight is decoded.
 
     A job (`JOB`) has addresses of the weight's codes, of the vectors (float32, contiguous), of the
-    output, and of scales, zero points, the table, nested scales and their map, where `form`
-    has such; two float32; the end of the rows, exclusive, the columns, the rows that share a scale,
-    and the scales or blocks of a row; elements from one token's output to the next one's; the rows
-    that a thread claims at once, and the next row to claim, at first the first row. The output is
-    that of row 0, and is written from the first row on.
-
-    Args:
-        form: how the weight is stored.
-        tokens: vectors that it is multiplied with, to float32; 0 to decode it.
-        dst: the dtype of decoded elements.
-        lanes: as `Target.lanes`.
-        native_bf16: as `Target.native_bf16`.
-        native_half: whether the CPU converts between float16 and float32.
-        architecture: as in `kernel_text`.
+    output, and of scales, zero points, the table, nested scales and their map, where `form` has
+    such; two float32; the end of the rows, exclusive, the columns, the rows that share a scale, and
+    the scales or blocks of a row; elements from one token's output to the next one's; the rows that
+    a thread claims at once, and the next row to claim, at first the first row. The output is that
+    of row 0, and is written from the first row on. Products are float32, decoded elements ``dst``.
     """
     b = _Rows(native_half, native_bf16, lanes, tokens, dst)
     return _Kernel(form, tokens, dst, b, lanes).text(architecture)

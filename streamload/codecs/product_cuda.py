@@ -361,17 +361,13 @@ def product_ptx(
     """Return PTX of ``product``, with `PARAMETERS` of 64 bits each.
 
     They are the device addresses of the weight's codes, of the vectors (contiguous), the output and
-    the bias (0 for none), all of ``dtype``, and of scales, zero points, the table, nested scales
-    and their map, where the form has such; the bits of two float32; then rows, columns and numbers
-    as in `product.kernel_ir`, and `Launch.splits`. Codes, vectors and decoded rows begin at
-    multiples of 16 bytes.
+    the bias (0 for none), all of ``dtype`` (BF16, F16 or F32), and of scales, zero points, the
+    table, nested scales and their map, where the form has such; the bits of two float32; then rows,
+    columns and numbers as in `product.kernel_ir`, and `Launch.splits`. Codes, vectors and decoded
+    rows begin at multiples of 16 bytes.
 
-    Args:
-        form: how the weight is stored.
-        dtype: BF16, F16 or F32.
-        tokens: vectors that it is multiplied with; 0 to decode it.
-        exact: what `is_exact` returns for the weight's width.
-        fixed: (name, value) of `PARAMETERS` that the kernel holds and does not take.
+    With 0 ``tokens`` the weight is decoded; ``exact`` is what `is_exact` returns for its width;
+    ``fixed`` are `PARAMETERS` that the kernel holds and does not take.
     """
     ir = _Kernel(form, dtype, tokens, exact, dict(fixed)).text()
     return kept_ptx(ir, (form.codes.name, dtype.name))

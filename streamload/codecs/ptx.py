@@ -156,10 +156,7 @@ class ThreadWriter(Vector):
     def kernel(self, symbol: str, parameters: str, shared: str = "") -> str:
         """Return the IR of a kernel with the instructions so far.
 
-        Args:
-            symbol: the kernel's name.
-            parameters: the names of its i64 parameters, separated by spaces.
-            shared: definitions of shared memory.
+        ``parameters`` are names of i64, separated by spaces; ``shared`` defines shared memory.
         """
         return _KERNEL.format(
             triple=TRIPLE,
@@ -171,12 +168,9 @@ class ThreadWriter(Vector):
 
 
 def kept_ptx(ir: str, names: tuple[str, str], cpu: str = _CPU) -> str:
-    """Return PTX of IR, cached on disk for later processes; CUDA is not needed.
+    """Return PTX of IR for ``cpu`` and later, cached on disk; CUDA is not needed.
 
-    Args:
-        ir: kernels and the functions that they call.
-        names: names of source and target, for the error.
-        cpu: the oldest architecture that the PTX is for.
+    ``names`` are those of source and target, for the error.
     """
     try:
         found = kept(lambda: compile_ptx(ir, cpu=cpu).encode(), "ptx", cpu, _FEATURES, ir)
@@ -187,17 +181,9 @@ def kept_ptx(ir: str, names: tuple[str, str], cpu: str = _CPU) -> str:
 
 
 def compile_ptx(ir: str, *, triple: str = TRIPLE, cpu: str = _CPU) -> str:
-    """Compile LLVM IR to PTX.
+    """Compile LLVM IR to PTX for ``cpu``, the oldest architecture.
 
-    Args:
-        ir: kernels and the functions that they call.
-        triple: LLVM's name of the target.
-        cpu: the oldest architecture that the PTX is for.
-
-    Raises:
-        ImportError: llvmlite is missing.
-        OSError: its library does not load.
-        RuntimeError: LLVM rejects the IR, or was built without the target.
+    Raises ImportError or OSError without llvmlite, RuntimeError if LLVM rejects IR or target.
     """
     llvm = binding()
 

@@ -35,7 +35,6 @@ class Scheme(ABC):
     """A quantization that tensors can be encoded to, selected by ``quant=``.
 
     Attributes:
-        name: the value of ``quant=`` that selects the scheme.
         transposes_conv1d: whether the modules that hold such weights have a Linear's in place of
             transformers' Conv1D: the transpose of that in checkpoints.
     """
@@ -54,9 +53,8 @@ class Scheme(ABC):
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any] | None:
         """Return the ``quantization_config`` of a checkpoint; None if transformers has none.
 
-        Args:
-            left: names of the modules whose matrices are not quantized.
-            dtype: the dtype of most other tensors, in which the model computes.
+        ``left`` are modules whose matrices are not quantized, ``dtype`` is that of most other
+        tensors.
         """
         return None
 
@@ -68,22 +66,12 @@ class Decoder(ABC):
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
-        """Dequantize consecutive elements, or several equal lines of them.
+        """Dequantize elements from ``first`` on, or several equal lines ``pitch`` elements apart.
 
-        Args:
-            data: the stored values from element ``first`` on, contiguous, line after line; whole
-                blocks if the layout has blocks.
-            out: receives the elements; must not overlap ``data``.
-            first: index of the first element in the weight. If values have 4 bits, an odd index is
-                the second value of its byte, and several lines begin at even indices.
-            lines: number of lines.
-            pitch: elements of the weight from one line's start to the next one's.
-
-        Returns:
-            Counts of the elements that the target dtype does not hold exactly.
-
-        Raises:
-            ValueError: the lengths of ``data`` and ``out`` do not belong together.
+        ``data`` has the stored values, contiguous, line after line, in whole blocks, and does not
+        overlap ``out``. If values have 4 bits, an odd ``first`` is the second value of its byte,
+        and several lines begin at even indices. Returns counts of the elements that the dtype does
+        not hold exactly; raises ValueError if the lengths do not belong together.
         """
 
 

@@ -149,14 +149,7 @@ def kept_dtype(members: Mapping[str, QuantizedWeight], info: TensorInfo) -> DTyp
 
 
 def check_cast(layouts: Layouts, name: str, dst: DType, instead: str) -> None:
-    """Raise UnsupportedCastError for quantized values that would be cast without their scale.
-
-    Args:
-        layouts: the headers.
-        name: a tensor that a load would cast.
-        dst: the dtype that it would be cast to.
-        instead: advice for the message.
-    """
+    """Raise UnsupportedCastError, with the advice ``instead``, for a cast without the scale."""
     scale = scale_of(layouts, name)
     if scale is None:
         return

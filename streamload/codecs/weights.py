@@ -53,7 +53,6 @@ class QuantizedWeight:
         kind: the layout: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
             "mxfp4", "awq", "gptq", "mlx-4bit-64-bfloat16" (bits, group, dtype of scales), a block
             type of GGUF, or "torchao-" and torchao's class.
-        name: the name of the weight.
         members: the tensors by role, the quantized values first: "weight", "scale",
             "zero_point", "bias", "g_idx", "shape", "global_scale", "input_scale" and other
             "input_"s; of bitsandbytes "absmax", "quant_map", "nested_absmax", "nested_quant_map",
@@ -62,7 +61,6 @@ class QuantizedWeight:
             `stored.read_states`), or torchao alone knows its layout.
         block: how many elements share a scale, along each of the last axes of the weight; one
             number for elements in one line, the axis's length for all of it.
-        bits: bits of one quantized value.
         dtype: the weight's dtype before quantization, if that is stored.
         facts: other facts of the layout, by its own names.
         is_transposed: whether models have the last two axes exchanged.
@@ -125,14 +123,7 @@ def shape_in_models(info: TensorInfo) -> tuple[int, ...]:
 
 @dataclass(frozen=True)  # no slots: a property is cached
 class Layouts:
-    """The headers of a checkpoint, in which quantized weights are recognized.
-
-    Attributes:
-        path: the checkpoint, for errors.
-        tensors: all tensors of the checkpoint by name.
-        shards: the headers of its files.
-        config: the content of ``config.json``.
-    """
+    """The headers of a checkpoint, in which quantized weights are recognized."""
 
     path: Location
     tensors: Mapping[str, TensorInfo]
@@ -233,12 +224,8 @@ _VALUES = ("_packed", "_qdata", "_data", "_blocks", "_scale")
 def scale_of(layouts: Layouts, name: str) -> str | None:
     """Return the scale without which tensor ``name`` must not be cast: values would lack a factor.
 
-    Returns:
-        The name of the scale tensor of floats of at most 8 bits, or the key of ``config.json`` for
-        quantization ("quantization_config"); None if neither exists, and for every other dtype.
-
-    Raises:
-        KeyError: there is no such tensor.
+    That is the scale tensor of floats of at most 8 bits, or the key of ``config.json`` for
+    quantization; None if neither exists, and for every other dtype.
     """
     dtype = layouts.tensors[name].dtype
     if dtype.kind != "float" or dtype.bits > 8:

@@ -59,9 +59,8 @@ class Assembler:
     ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
         """Split elements ``first`` to ``stop`` (exclusive) into ranges to copy and to compute.
 
-        Yields:
-            First element and stop (exclusive) of a range; then the tensor whose file holds it in
-            final form, and the range's first byte there; None and 0 if `elements` must compute it.
+        Yields first element and stop (exclusive); then the tensor whose file holds the range in
+        final form, and its first byte there; None and 0 if `elements` must compute it.
         """
         if made.turn is not None:
             yield first, stop, None, 0

@@ -206,13 +206,9 @@ class ConvertPlan:
     """All files that a conversion will write.
 
     Attributes:
-        path: the source.
-        destination: the folder of the output.
         files: the files of tensors, in the order in which they are written.
         small: the other files: copies, config.json, and each node's ``plan.json``.
         indexes: one for each folder that has several files; they are published last.
-        options: the options as plain JSON values.
-        notes: sentences for users.
         wants_sums: whether some small files need the md5 sums of the files.
     """
 

@@ -167,20 +167,11 @@ def described(
     policy: QuantPolicy,
     verdict: Verdict | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Describe the quantized weights for config.json.
+    """Return keys of config.json for the quantized weights, {} if none fits, and notes.
 
-    Args:
-        checkpoint: the source.
-        made: by source tensor, its output tensors.
-        main: the dtype of most floats if nothing was quantized.
-        policy: the formats that users chose.
-        verdict: the answer of transformers; None if it was not asked.
-
-    Returns:
-        Keys of config.json, empty if none describes the weights, and sentences for users.
-
-    Raises:
-        ValueError: transformers opens no weights of this format in the model.
+    ``made``: output tensors by source tensor; ``main``: the dtype of most floats if nothing was
+    quantized; ``verdict``: transformers' answer, None if it was not asked. Raises ValueError if
+    transformers opens no weights of this format in the model.
     """
     codes = {p[0].name: p[0] for p in made.values() if p[0].coding is not None}
     if not codes:

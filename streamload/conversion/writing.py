@@ -67,12 +67,7 @@ _Counted: TypeAlias = tuple[CastCounts, QuantCounts]
 
 
 class Writer:
-    """Writes all tensors of a plan that its journal does not list as finished.
-
-    Attributes:
-        read_nbytes: bytes of the source that were read so far.
-        sums: md5 sums of whole files, by path, if `ConvertPlan.wants_sums`.
-    """
+    """Writes all tensors of a plan that its journal does not list as finished."""
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ class DType:
         name: the usual long name, as numpy, torch and ml_dtypes spell it ("bfloat16").
         code: the safetensors code ("BF16").
         bits: bits per element; per block if ``block`` is more than 1.
-        kind: "bool", "uint", "int", "float" or "complex".
         block: elements that are stored together and cannot be addressed alone; mostly 1.
     """
 

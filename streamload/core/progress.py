@@ -24,15 +24,10 @@ def reporting(
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function to call with the bytes done so far.
 
-    Args:
-        progress: "auto" is a bar on a terminal or in a notebook, and a log line every 10 s
-            elsewhere; True is a bar on any stderr, and log lines without one; False is silence; a
-            callable gets (bytes done, bytes in all), at most ten times a second and at the end.
-        total_nbytes: bytes in all.
-        done_word: the verb for bars in notebooks and log lines.
-
-    Raises:
-        ValueError: ``progress`` is none of these.
+    "auto" is a bar on a terminal or in a notebook, and a log line every 10 s elsewhere; True is a
+    bar on any stderr, and log lines without one; False is silence; a callable gets (bytes done,
+    bytes in all), at most ten times a second and at the end. Else ValueError. ``done_word`` is the
+    verb.
     """
     if progress is False:
         yield lambda done: None

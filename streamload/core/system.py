@@ -62,13 +62,9 @@ _ROOT = str(Path(__file__).absolute().parents[2])
 def python_command(code: str, *arguments: str, sites: Sequence[str] = ()) -> list[str]:
     """Return the command of a child process that runs Python code; all children begin so.
 
-    The child has the import path of this process, so that it imports the same streamload, but
-    nothing is imported from the current folder: it may be one of downloads, with a ``json.py``.
-
-    Args:
-        code: the program; it gets ``arguments`` as ``sys.argv[1:]``.
-        arguments: its arguments.
-        sites: folders that come first on the import path.
+    The child has the import path of this process, so that it imports the same streamload, after
+    ``sites``; but nothing is imported from the current folder: it may be one of downloads, with a
+    ``json.py``. The code gets ``arguments`` as ``sys.argv[1:]``.
     """
     here = ""
     with suppress(OSError):  # the current folder may be gone
@@ -268,11 +264,8 @@ def populate_shared(first: int, stop: int, *, ahead: bool = True) -> int:
     """Read a mapped file's pages at addresses ``first`` to ``stop`` (exclusive) into memory.
 
     Waits for the disk; any thread may call this. Without ``ahead``, for a map with MADV_RANDOM, it
-    reads 256 KiB at once.
-
-    Returns:
-        0, or the errno if the storage fails. Before Linux 5.14, and on other systems, it does
-        nothing: pages are read when touched.
+    reads 256 KiB at once. Returns 0, or the errno if the storage fails. Before Linux 5.14, and on
+    other systems, pages are read when touched.
     """
     if sys.platform != "linux":
         return 0

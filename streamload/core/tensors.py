@@ -23,7 +23,6 @@ class TensorInfo:
     Attributes:
         name: unique in its checkpoint; may be empty.
         shape: ``()`` for a scalar.
-        shard: the file.
         start: first byte, counted from the start of the file.
         stop: last byte, exclusive; ``start`` if the tensor has no elements.
     """
@@ -155,9 +154,7 @@ class Block(NamedTuple):
     """A rectangular block of a tensor, such as one device's shard.
 
     Attributes:
-        whole: the shape of the tensor.
         first: the first index of the block along each axis.
-        shape: the shape of the block.
         parts: equal parts along the only axis that is cut, as of fused weights. Each part is cut
             alike, ``first`` counts from its start, and the pieces are joined.
     """
@@ -196,7 +193,6 @@ class Coding:
 
     Attributes:
         format: name of the format, one of `streamload.codecs.scheme.ALL_SCHEMES`.
-        shape: the shape of the weight.
         part: suffix of the part's name behind the weight's; "" for the values.
         unit_numel: elements of a unit.
         src_unit_nbytes: bytes of a unit of the weight.

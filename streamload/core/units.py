@@ -43,18 +43,11 @@ def as_number(value: object) -> float | None:
 
 
 def parse_bytes(text: str | float) -> int:
-    """Read a size in bytes.
+    """Read a size in bytes; a fraction of a byte is dropped; ValueError if it is none.
 
-    Args:
-        text: a whole number (bytes; ``3e9`` is one, and numpy's are), or a number with an optional
-            unit: B, kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024);
-            the final B may be left out and case does not matter.
-
-    Returns:
-        The size in bytes; a fraction of a byte is dropped.
-
-    Raises:
-        ValueError: the text is not such a size, or is negative.
+    A whole number (``3e9`` is one, and numpy's are), or a number with an optional unit: B, kB, MB,
+    GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024); the final B may be left
+    out and case does not matter.
     """
     number = as_number(text)
     if number is not None:

@@ -47,15 +47,10 @@ class DeviceInfo:
 
     Attributes:
         name: canonical name, without the framework ("CL", "CPU:1", "host").
-        framework: "tinygrad", "host", ....
-        description: the driver's name for the device.
         host_visible: the CPU can write its memory in place.
         shared_memory: its memory is host memory.
         charged: such memory counts in this process's RSS and memory cgroup; CUDA's does not.
         free_nbytes: free bytes by the driver; None if it does not report them.
-        total_nbytes: bytes in all; None if the driver does not report them.
-        largest_allocation_nbytes: the largest single allocation; None for no limit.
-        max_transfer_nbytes: the largest single transfer; None for no limit.
         granularity_nbytes: allocations are rounded up to a multiple of this.
         allocator: how its allocator takes memory from the device.
         costs: host memory of each tensor besides its elements.
@@ -100,9 +95,7 @@ class ProbeResult:
     """The result of a probe, which computes on a device.
 
     Attributes:
-        device: its name.
         works: an addition was right.
-        problem: why the device does not work, or "".
         dtypes: status by dtype name: a real buffer was written, computed on, read back.
         device_casts: (src, dst) dtype names that the framework's own cast converts exactly, for
             every bit pattern of ``src``.
@@ -326,11 +319,8 @@ class Device(Protocol):
     def view(self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Return a buffer over a mapped file, without a copy; the buffer keeps the map open.
 
-        Args:
-            memory: the map, private and writable.
-            start: first byte, a multiple of the dtype's size.
-            dtype: of whole bytes.
-            shape: with at least one element.
+        The map is private and writable, ``start`` a byte, a multiple of the dtype's size; the shape
+        has elements.
         """
         _refuse(self, "it does not compute on mapped files")
 
@@ -405,9 +395,7 @@ class Parameter(Protocol):
 
     Attributes:
         names: all its names in the model; tied parameters have several.
-        shape: its shape.
         dtype: long name of its dtype.
-        device: canonical name of its device, also if a failed load has released its memory.
         nbytes: bytes of memory that it holds.
         keeps: the dtype that it keeps unless the user requests another; None: the checkpoint's.
         fixed: why it can only be written in place ("it is a view of ..."); "" if it need not.
@@ -449,12 +437,7 @@ class Parameter(Protocol):
         """Return the parameter's memory as a device's buffer, to be written in place."""
 
     def release(self) -> str:
-        """Free its memory; it then holds nothing readable.
-
-        Returns:
-            "" if the memory is freed. Otherwise the parameter is unchanged, and this names the
-            possible holders of the memory.
-        """
+        """Free its memory; return "", or if that fails the possible holders of the memory."""
 
     def attach(self, buffer: Buffer, dtype: DType) -> None:
         """Make the parameter a tensor of ``dtype`` over the buffer's memory."""
@@ -462,9 +445,7 @@ class Parameter(Protocol):
     def invalidate(self, keep: bool) -> None:
         """Leave the parameter without readable values; using it then raises.
 
-        Args:
-            keep: keep the memory, and count it in ``nbytes`` now and in later loads, which write it
-                again and call `revive`. Otherwise drop all references to the memory.
+        With ``keep`` later loads write the memory again, after `revive`, and ``nbytes`` counts it.
         """
 
     def revive(self) -> None:
@@ -527,14 +508,9 @@ class Framework(Protocol):
     ) -> tuple[Mapping[str, str], Sequence[str]] | None:
         """Follow the code with which a model's modules change what they load.
 
-        Args:
-            model: the model.
-            tensors: returns the dtype's long name and the shape of each tensor, by name.
-            versions: what modules stored beside their tensors, by the module's name.
-
-        Returns:
-            By each name that remains, the name before; and reasons why code cannot be followed.
-            None: the model has no such code.
+        ``tensors`` returns the dtype's long name and the shape of each tensor; ``versions`` are
+        facts that modules stored. Returns by each name that remains, the name before, and reasons
+        why code cannot be followed; None if the model has no such code.
         """
         return None
 
@@ -552,13 +528,8 @@ class Framework(Protocol):
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
         """Return modules that hold weights quantized; the model is unchanged until `Swap.put`.
 
-        Args:
-            model: the model.
-            formats: the format of each weight, by a name of its parameter. `Swap.coded` lacks
-                weights that no module can hold.
-
-        Raises:
-            ValueError: there are no modules for a format.
+        ``formats`` are by a name of the parameter; `Swap.coded` lacks weights that no module can
+        hold. Raises ValueError if there are no modules for a format.
         """
         return NO_SWAP
 

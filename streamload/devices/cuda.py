@@ -66,12 +66,7 @@ def allow_captures() -> None:
 
 
 class Context:
-    """A device's CUDA context, in which its copies run.
-
-    Attributes:
-        name: the device's name, for errors.
-        handle: a ``CUcontext``.
-    """
+    """A device's CUDA context, in which its copies run."""
 
     def __init__(self, name: str, handle: int) -> None:
         self.name, self.handle, quick = name, handle, _driver().quick
@@ -287,7 +282,6 @@ class _Stream:
     """Base of memory with an event, and with a CUDA stream that runs its copies in order.
 
     Attributes:
-        what: the memory in words, for errors.
         stream: a ``CUstream``, which other memory may share.
         event: recorded after each copy; deleted as the memory is closed.
     """
@@ -343,7 +337,6 @@ class PinnedStaging(_Stream):
 
     Attributes:
         view: the bytes; they begin at a page.
-        address: address of the first byte.
     """
 
     what = "staging"
@@ -457,17 +450,9 @@ class BulkCopier:
     ) -> BulkFailure | None:
         """Read into the slots cyclically and start the copies, without the interpreter's lock.
 
-        Afterwards, copies from any used slot may be running: see `ticket`.
-
-        Args:
-            fd: the file.
-            reads: read ``i`` goes to slot ``i % len(slots)``.
-            slots: `PinnedStaging` each.
-            busy: how many of the last slots copies may be running from; each such slot is filled
-                after its copies.
-
-        Returns:
-            The read at which it failed; None if all were read and all copies started.
+        Copies from the last ``busy`` slots may be running: each is filled after these. Afterwards,
+        copies from any used slot may be running: see `ticket`. Returns the read that failed, or
+        None.
         """
         flat = []
         for index, slot in enumerate(slots):
@@ -533,7 +518,6 @@ class Copies:
     """Base of a framework's CUDA device: staging, copies and casts by the driver.
 
     Attributes:
-        context: the context in which the framework has its memory.
         bulk: runs reads, copies and casts by a compiled loop; None if it cannot be compiled.
     """
 

@@ -50,8 +50,6 @@ class Locked(NamedTuple):
     """Reads whose pages are locked.
 
     Attributes:
-        reads: the reads.
-        ranges: what is locked of the file.
         counts: whether `LOCKED` counts these pages.
         direct: one read of no file, whose copies begin at host addresses.
         small: reads of the file for all other copies, none longer than the longest of ``reads``.

@@ -96,12 +96,9 @@ class Refiller:
         """Read into the slots and start the copies; return the first failure, or None.
 
         `next`, as it was before, is the ticket of the copies. After a failure none is under way.
-
-        Args:
-            fd: the file.
-            parts: reads, the same objects each time, and the shift of their copies' addresses.
-            locks: whether pages of the file may be locked.
-            after: work of the device that the copies have to wait for.
+        ``parts`` are reads, the same objects each time, and the shift of their copies' addresses;
+        ``locks``: whether pages of the file may be locked; ``after``: work that copies have to wait
+        for.
         """
         failure = None
         events = [event for work in after for event in work.events]

@@ -165,15 +165,10 @@ class CollectiveReader:
         kinds: Mapping[Location, ResolvedKind],
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        """Start the threads.
+        """Start the threads; nothing else may use the group's collectives until this is closed.
 
-        Args:
-            group: the ranks; nothing else may use its collectives until this is closed.
-            checkpoint: the headers of the files.
-            shared: the ranges to exchange, equal on all ranks; see `shared_ranges`.
-            mine: the bytes that this rank needs; see `own_lines`.
-            kinds: the kind of reader for each file.
-            block_nbytes: most bytes of a block.
+        ``shared``: the ranges to exchange, equal on all ranks; see `shared_ranges`. ``mine``: the
+        bytes that this rank needs; see `own_lines`.
         """
         self._group = group
         self._shards = Shards(checkpoint.shards, kinds.__getitem__)
@@ -262,14 +257,7 @@ class CollectiveReader:
             return self._done
 
     def take(self, shard: Location, start: int, out: memoryview, file: Reader) -> None:
-        """Fill ``out`` with bytes of a file: from its blocks, or by the reader ``file``.
-
-        Args:
-            shard: the file.
-            start: first file byte.
-            out: memory of as many bytes as to read.
-            file: reads bytes that are in no block.
-        """
+        """Fill ``out`` with bytes from ``start`` on: of a file's blocks, or by its reader."""
         blocks = self._blocks.get(shard, [])
         at, stop = start, start + out.nbytes
         which = max(bisect_right(blocks, at, key=lambda block: block.start) - 1, 0)

@@ -46,8 +46,6 @@ class ProcessGroup(Protocol):
     the engine's own error; then the group failed and only ``close`` may be called.
 
     Attributes:
-        rank: number of this process, from 0.
-        size: number of ranks, at least 1.
         engine: the communication library, for messages: "none", "torch" or "mpi".
         store: the key-value store of all ranks.
     """
@@ -66,9 +64,8 @@ class ProcessGroup(Protocol):
     def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
         """Write the blocks of all ranks into one buffer, ordered by rank.
 
-        Args:
-            mine: contiguous bytes, of the same length on every rank; may be a part of ``out``.
-            out: contiguous writable bytes; ``len(out) == size * len(mine)``.
+        ``mine`` has the same length on every rank, and may be a part of ``out``; both are
+        contiguous.
         """
         self.all_gather_begin(mine, out)()
 
@@ -111,13 +108,9 @@ class Meeting(Protocol):
         """Return the meeting of some of the ranks, in this order; this one is one of them."""
 
     def open(self, timeout: float) -> ProcessGroup:
-        """Return the group of all ranks of this meeting, once they have come.
+        """Return the group once all ranks of this meeting have come, or raise PeerFailedError.
 
-        Args:
-            timeout: seconds for the ranks to come, and for each collective.
-
-        Raises:
-            PeerFailedError: one did not come.
+        ``timeout``: seconds for the ranks to come, and for each collective.
         """
 
 
@@ -284,11 +277,8 @@ def poll(
 ) -> None:
     """Call ``is_done`` until it returns True, sleeping between calls.
 
-    Args:
-        is_done: makes progress and tests for the end.
-        share: length of a sleep, as a share of the time waited so far.
-        naps_s: shortest and longest sleep, in seconds.
-        most_s: seconds after which to raise TimeoutError.
+    A sleep is ``share`` of the time waited so far, within ``naps_s``; TimeoutError after
+    ``most_s``.
     """
     began = time.monotonic()
     while not is_done():

@@ -51,13 +51,9 @@ class Heartbeat:
     def __init__(
         self, group: ProcessGroup, node: str, timeout_s: float, *, prefix: str = ""
     ) -> None:
-        """Start both threads.
+        """Start both threads; every rank knows a loss within ``timeout_s``.
 
-        Args:
-            group: the ranks.
-            node: name of this rank's node.
-            timeout_s: seconds within which every rank knows a loss.
-            prefix: prefix of all keys in the store; unique for each use of a group.
+        ``prefix``, of all keys in the store, is unique for each use of a group.
         """
         self.peers = [Peer(f"rank {rank}") for rank in range(group.size)]
         self.peers[group.rank].node = node

@@ -53,9 +53,7 @@ SAMPLED = (
 def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
     """Return the message: headers and config.json of a checkpoint, as compressed JSON.
 
-    Args:
-        checkpoint: the checkpoint, opened on rank 0.
-        host: unique id of this host, by which others recognize that they see the same disk.
+    By ``host``, a unique id, others recognize that they see the same disk.
     """
     shards = []
     folder = folder_of(checkpoint.path)
@@ -117,10 +115,7 @@ class Index:
     def read(cls, data: bytes, path: Location, folder: Location) -> Index:
         """Return the index of a message of `write_index`, without opening files.
 
-        Args:
-            data: the message.
-            path: the checkpoint on this rank, for error messages.
-            folder: the folder of the checkpoint's files on this rank.
+        ``path`` and ``folder`` are those of the checkpoint on this rank.
         """
         document = parse_json(zlib.decompress(data))
         shards = document["shards"]

@@ -77,11 +77,7 @@ _PACKAGES = {"torch": "torch", "mpi": "mpi4py and an MPI library (pip install mp
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Return the launcher's variables, parsed; None if no launcher started this process.
-
-    Args:
-        environ: environment variables; None: those of this process.
-    """
+    """Return the launcher's variables, parsed; None if no launcher started this process."""
     env = os.environ if environ is None else environ
     set_up = (each for each in _LAUNCHERS if all(name in env for name in (each.rank, *each.needs)))
     if (launcher := next(set_up, None)) is None:
@@ -116,20 +112,12 @@ def host_id() -> str:
 
 
 def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) -> ProcessGroup:
-    """Open the group of processes for a load.
+    """Open the group of processes for a load; the caller closes it, unless it was given.
 
-    Args:
-        group: a ``distributed.Group``, returned as it is; a ``torch.distributed.ProcessGroup``; an
-            mpi4py communicator; or None: torch's default group (``init_process_group``) if it
-            exists, else the launcher's.
-        timeout: seconds for the ranks to meet, and for each collective.
-        met: called with the `Meeting` of the ranks, before the group opens, if there is one.
-
-    Returns:
-        The group; the caller closes it, unless it was given.
-
-    Raises:
-        TypeError: ``group`` is none of these.
+    ``group``: a ``distributed.Group``, returned as it is; a ``torch.distributed.ProcessGroup``; an
+    mpi4py communicator; or None: torch's default group (``init_process_group``) if it exists, else
+    the launcher's. TypeError for others. ``timeout``: seconds for the ranks to meet, and for each
+    collective. ``met`` gets the `Meeting` before the group opens, if there is one.
     """
     if group is None:
         distributed = sys.modules.get("torch.distributed")

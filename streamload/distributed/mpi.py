@@ -83,15 +83,9 @@ class MpiGroup(Engine):
 
 
 def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
-    """Return the group of all ranks of ``mpirun``, ``mpiexec`` or ``srun``.
+    """Return the group of all ranks of ``mpirun``, ``mpiexec`` or ``srun``; ``met`` is not called.
 
-    Args:
-        launch: the launcher's variables.
-        timeout: seconds for the ranks to meet, and for each collective.
-        met: never called: MPI's ranks cannot regroup.
-
-    Raises:
-        ImportError, RuntimeError: mpi4py or the MPI library are not installed.
+    Raises ImportError or RuntimeError if mpi4py or the MPI library are not installed.
     """
     mpi = _start()
     world = mpi.COMM_WORLD

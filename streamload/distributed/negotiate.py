@@ -144,17 +144,12 @@ class Agreement:
     """The plan that all ranks have agreed on, and this rank's part of it.
 
     Attributes:
-        session: the ranks, in this load.
-        asked: the arguments of the call.
         index: the checkpoint, as rank 0 described it.
         place: the model and the device of this rank; None if no device was opened.
         options: the options of the call, with this rank's share of its host's memory and CPUs.
-        mesh: the mesh of ``split``, or None.
         exchanges: whether ranks read together what several need: under "replicate", and of slices
             if the files of a rank are far away.
         block_nbytes: most bytes of a file exchanged at once.
-        plan: the share of each rank.
-        notes: sentences for the report.
         names: names of parameters in the plan that this rank loads, by their names in its model.
         held: the parameters that this rank held before, in a load that lost a rank.
         everywhere: names of parameters that all ranks held before.

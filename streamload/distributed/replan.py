@@ -47,7 +47,6 @@ class Held:
 
     Attributes:
         on_loss: "replan" to repeat the load.
-        timeout: seconds for ranks to come, and for each collective.
         device: the device of the first attempt; it stays.
         budget_nbytes: the budget of the first attempt; None until it is known.
         placements: the complete parameters that this rank holds, by name.

@@ -28,17 +28,12 @@ class Session:
 
     Attributes:
         members: all ranks, with unique names of their nodes.
-        me: this rank.
     """
 
     def __init__(self, group: ProcessGroup, node: str, host: str, *, timeout_s: float) -> None:
-        """Meet the other ranks.
+        """Meet the other ranks; ranks with the same ``node`` get "/0", "/1" appended.
 
-        Args:
-            group: the ranks; the session does not close it.
-            node: name of this rank's node; ranks with the same name get "/0", "/1" appended.
-            host: unique id of this rank's host.
-            timeout_s: seconds within which every rank knows the loss of another.
+        The session does not close the group. ``timeout_s``: seconds until every rank knows a loss.
         """
         self.group = group
         self.loading = False  #: whether ranks load now: an error of one is not raised by all
@@ -110,12 +105,8 @@ class Session:
     def stage(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
         """Run ``make`` on all ranks; an error of one is raised by all.
 
-        Args:
-            what: the stage's subject, for errors: "its plan".
-            make: returns a value to keep and a JSON value to exchange.
-
-        Returns:
-            The value kept, and the JSON values of all ranks, by rank.
+        ``make`` returns a value to keep and a JSON value to exchange; returned are the first, and
+        the second of all ranks. ``what`` is the subject, for errors: "its plan".
         """
         own: Exception | None = None
         try:

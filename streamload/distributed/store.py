@@ -243,11 +243,8 @@ SharedStore = _Keeper | _Client
 def open_store(group: ProcessGroup, timeout: float, address: str = "") -> SharedStore:
     """Return the store of a group; all ranks call this, and rank 0 broadcasts its address.
 
-    Args:
-        group: a group whose collectives work already.
-        timeout: seconds for an answer of rank 0.
-        address: the only address on which rank 0 listens; "" for the interface of
-            ``GLOO_SOCKET_IFNAME``, or all interfaces.
+    The group's collectives work already. ``timeout``: seconds for an answer of rank 0; ``address``:
+    the only one on which it listens; "" for the interface of ``GLOO_SOCKET_IFNAME``, or all.
     """
     if group.rank == 0:
         key = secrets.token_bytes(32)

@@ -64,15 +64,9 @@ def split_tensors(
 ) -> ClusterPlan:
     """Plan to split the tensors of a checkpoint over nodes, without reading any data.
 
-    Args:
-        path: as in `streamload.load_state_dict`, or an open checkpoint.
-        nodes: the nodes; the plan has them in the order of their names.
-        split: "tensor", or a mesh such as "2x4": layers over 2 groups of nodes, tensors over the 4
-            nodes of each.
-        **options: see `SplitOptions`.
-
-    Raises:
-        ValueError: heads or axes do not divide, or an argument is invalid.
+    The plan has the nodes in the order of their names. ``split``: "tensor", or a mesh such as
+    "2x4": layers over 2 groups of nodes, tensors over the 4 nodes of each. Raises ValueError if
+    heads or axes do not divide.
     """
     mesh = Mesh.of(split, len(nodes))
     if mesh is None:

@@ -107,8 +107,6 @@ class TorchMeeting:
 
     Attributes:
         store: a store with this meeting's keys alone.
-        rank: number of this process.
-        size: number of ranks.
         claims: the launcher's store, and in it the key of each rank's claim (see `_claim`), if any.
         keeper: rank of the store's server, for errors; None if unknown.
     """
@@ -207,10 +205,7 @@ def _answered() -> Iterator[None]:
 def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
     """Return the group of all ranks that a launcher started.
 
-    Args:
-        launch: the launcher's variables.
-        timeout: seconds for the ranks to meet, and for each collective.
-        met: see `streamload.distributed.launch.open_group`.
+    ``timeout``: seconds for the ranks to meet, and for each collective; ``met``: see `open_group`.
     """
     if not launch.meeting or launch.size is None:
         raise NodeError(launch.host, "set MASTER_ADDR and MASTER_PORT, so that ranks can meet")
@@ -247,13 +242,9 @@ def _prefix(launch: Launch) -> str:
 
 
 def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
-    """Return the store of a rendezvous; PeerFailedError if its port is taken by another process.
+    """Return the store of a rendezvous; PeerFailedError if another process has its port.
 
-    Args:
-        launch: the launcher's variables.
-        met: the iterator that ``rendezvous`` returned.
-        timeout: in seconds.
-        serves: whether this process serves the store.
+    ``met``: the iterator that ``rendezvous`` returned; ``serves``: whether this process serves it.
     """
     try:
         return next(met)[0]
@@ -287,10 +278,8 @@ def _connected(host: str, port: int, seconds: float) -> Any:
 def _claim(store: Any, launch: Launch, *, outlived: bool = False) -> None:
     """Claim this process's rank in the store, so that no other process takes the same.
 
-    Args:
-        store: the launcher's store.
-        launch: the launcher's variables.
-        outlived: release the rank at exit, since the store stays.
+    With ``outlived`` the rank is released at exit, since the store stays. If another process has
+    it, waiting ranks raise PeerFailedError, too.
     """
     prefix, rank = _prefix(launch), launch.rank
     mine = f"{launch.host}, process {os.getpid()}"
@@ -384,18 +373,11 @@ def _meeting(store: Any, prefix: str, rank: int, size: int) -> TorchMeeting:
 
 
 def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: float) -> list[str]:
-    """Wait until all ranks have come; return their texts, by rank.
+    """Wait until all ranks have come; return their texts, by rank; ``said`` is this one's.
 
-    Polls, since c10d prints each failed wait. The first rank to time out marks all missing ones in
-    the store, so that all ranks name the same in their PeerFailedError.
-
-    Args:
-        store: the store in which ranks meet.
-        missed: the error of a missing rank; also the key of this call.
-        rank: number of this process.
-        size: number of ranks.
-        said: the text of this rank.
-        end: the deadline, by `time.monotonic`.
+    Polls until ``end`` (`time.monotonic`), since c10d prints each failed wait. The first rank to
+    time out marks all missing ones in the store under ``missed``, the error of a missing rank, so
+    that all ranks name the same in their PeerFailedError.
     """
     keys = [f"{missed}/{other}" for other in range(size)]
     if store.check([keys[rank]]):

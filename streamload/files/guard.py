@@ -93,11 +93,8 @@ class Guard:
     ) -> None:
         """Take a lease; raise CheckpointError if the file has changed already.
 
-        Args:
-            file: open for reading only; the caller closes the guard first, then the file.
-            path: the file's name, for errors.
-            expected: the file's state when its header was read; None if unknown.
-            refusal: why to take no lease; "" to try.
+        The caller closes the guard first, then ``file``. ``expected``: its state when its header
+        was read, if known; ``refusal``: why to take no lease; "" to try.
         """
         self._file = file
         self._path = path

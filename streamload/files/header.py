@@ -138,15 +138,12 @@ class Header:
     """The validated header of one checkpoint file: its tensors and their file ranges.
 
     Attributes:
-        path: the file.
         file_nbytes: the file's length in bytes, in agreement with the header.
         data_start: first byte of the data, counted from the start of the file.
         tensors: by first byte; tensors without elements come before the one they touch, and those
             at the same place are in order of name. In formats other than safetensors there may be
             bytes between them, and they may share bytes.
-        metadata: the file's ``__metadata__``; read-only.
         state: the file's state when its header was read; None for a URL, or if unknown.
-        format: the name of the file's format.
         config: the model's settings in the file, as ``config.json`` has them; read-only.
         stored: by tensor name, how a quantized weight is stored; read-only.
         turns: by tensor name, the permutation of the rows; read-only.

@@ -288,12 +288,8 @@ def ask(
 ) -> T:
     """Return ``call()``, a call of the library, retried by `Patience`, with its least rate.
 
-    Args:
-        where: the file or repository, for errors.
-        call: the call.
-        stopped: ends the wait for the next try.
-        instead: called if there is no answer; a result other than None is returned.
-        most_nbytes: of the answer; None for any length.
+    ``stopped`` ends the wait for the next try. ``instead`` is called if there is no answer; a
+    result other than None is returned. The library's errors become a CheckpointError.
     """
     patience, stopped = Patience.from_environment(), stopped or threading.Event()
     tried = 0
@@ -354,10 +350,7 @@ def described(
 def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
     """Return how to read files of the hub: "cache" if asked for or if the disk has room.
 
-    Args:
-        fetch: the choice of the user.
-        files: lengths in bytes of the files; those in the local cache take no room.
-        where: the checkpoint, for errors.
+    ``files``: lengths in bytes; those in the local cache take no room.
     """
     if fetch == "stream" or not files:
         return "stream"
@@ -403,13 +396,9 @@ def downloading(
 ) -> Iterator[None]:
     """Download files to the local cache inside the block, in this order, by one thread.
 
-    Leaving the block stops it: whole files stay, and of the one under way nothing.
-
-    Args:
-        urls: the files.
-        progress: called with the bytes downloaded so far, of all of them; an error of it ends the
-            download, and is raised at the end of the block.
-        cancel: called with that error, to end the block.
+    Leaving the block stops it: whole files stay, and of the one under way nothing. ``progress``
+    gets the bytes so far, of all files; an error of it ends the download, goes to ``cancel``, which
+    ends the block, and is raised then.
     """
     stopped = threading.Event()
     failed: list[BaseException] = []  # errors of `progress`

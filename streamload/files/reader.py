@@ -76,18 +76,11 @@ class Reader(ABC):
         """Read bytes ``start`` to ``stop`` to the beginning of ``out`` without copy or allocation.
 
         The fastest read, for callers that own aligned memory and can over-read: round ``start``
-        down and ``stop`` up to `alignment`, perhaps past the end of the file, and skip the rest. A
-        reader of alignment 1 takes any range.
+        down and ``stop`` up to `alignment`, perhaps past the end of the file, and skip the rest.
+        ``out`` is contiguous, its address a multiple of `alignment`, as any page; all of it may be
+        overwritten.
 
-        Args:
-            start: a multiple of `alignment`.
-            stop: a multiple of `alignment`, or the file's length; exclusive.
-            out: writable, C-contiguous, of ``stop - start`` bytes or more, which may all be
-                overwritten; its address is a multiple of `alignment`, as any page.
-
-        Returns:
-            The number of valid bytes at the beginning of ``out``: fewer than ``stop - start`` if
-            the file ends before ``stop``.
+        Returns the number of valid bytes: fewer than ``stop - start`` if the file ends before.
         """
         valid = min(stop, self.nbytes) - start
         self._check_range(start, start + valid)
@@ -119,15 +112,9 @@ class Reader(ABC):
         raise io.UnsupportedOperation(f"{self.path} is read {self._how}")
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """Read consecutive bytes to many memory addresses, in few system calls.
+        """Read consecutive bytes to at most 1024 memory addresses; return whether all came.
 
-        Args:
-            start: first file byte.
-            addresses: where the bytes go in memory; at most 1024.
-            sizes: bytes for each address.
-
-        Returns:
-            Whether all bytes were read; if not, the memory's content is undefined.
+        If not, the memory's content is undefined. ``sizes``: bytes for each address.
         """
         return False
 

@@ -38,8 +38,6 @@ class Importance(NamedTuple):
     """The weights of a matrix's columns, in a file; the sums of several matrices may follow.
 
     Attributes:
-        header: the file.
-        sums: the tensor of sums.
         counts: the tensor of divisors, or the divisor of all sums.
     """
 

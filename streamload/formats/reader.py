@@ -104,7 +104,6 @@ class FormatReader(Protocol):
     """Base class of a format's reader of headers; its module names the format's description.
 
     Attributes:
-        name: the format's name, as users write it.
         suffixes: suffixes of the format's files, in lower case, with the dot.
         single: usual name of a folder's only file; "" for none.
         index: usual name of the JSON that lists the files of a set, as safetensors has; "" for

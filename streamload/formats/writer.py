@@ -157,7 +157,6 @@ class Target:
 
     Attributes:
         info: the source tensor for error messages; without ``made``, the whole source.
-        dtype: dtype to write, unless quantized.
         quant: scheme to quantize to; None for none.
         made: the source elements, joined or permuted; None for ``info`` in the order of its file.
         stored: how ``info`` stores blocks that are copied as they are; ``shape`` counts bytes then.
@@ -188,10 +187,7 @@ class OutTensor(NamedTuple):
     """A tensor of an output file: a `Target`, or one part (values, scales) of a quantized one.
 
     Attributes:
-        dtype: dtype of the elements; for quantized values the scheme's.
         coding: how the part is computed from the weight; None if not quantized.
-        made: see `Target`.
-        importance: see `Target`.
         start: first byte, counted from the start of the file; 0 before it is `placed`.
     """
 
@@ -285,11 +281,7 @@ def shards(
 ) -> list[list[Sequence[_T]]]:
     """Split lists of tensors into files; return the lists of each file, in order, at least one.
 
-    Args:
-        lists: tensors of one list stay in one file.
-        most_nbytes: limit for all tensors of a file.
-        nbytes_of: returns the most bytes that a tensor adds to a file.
-        first_nbytes: bytes that the first file holds in addition.
+    Tensors of one list stay in one file. The first file holds ``first_nbytes`` in addition.
     """
     out: list[list[Sequence[_T]]] = []
     left = -1
@@ -329,10 +321,7 @@ class Model:
     """The model to convert, as a format's writer sees it.
 
     Attributes:
-        path: the source, for errors.
-        config: the content of config.json.
         tensors: by Hugging Face's names, with the requested dtypes and quantization schemes.
-        metadata: the source's metadata, for formats that keep it.
         companions: functions that return the bytes of the source's other files, by name.
         dtype: the dtype requested for all tensors; None without one, or with several by pattern.
         quant: the scheme requested for the pattern "*", or None.
@@ -373,9 +362,7 @@ class Model:
     def check_values(self, runtime: str, values: Mapping[str, tuple[object, ...]]) -> None:
         """Raise CheckpointError for a configuration that a runtime does not implement.
 
-        Args:
-            runtime: the runtime's name, for the message.
-            values: by key, the values that the runtime implements; the first is the default.
+        ``values``: by key, the values that the runtime implements; the first is the default.
         """
         for key, known in values.items():
             found = self.config.get(key, known[0])
@@ -434,7 +421,6 @@ class FormatWriter(ABC):
     """Base class: writes one model in a format; its module names the format's description.
 
     Attributes:
-        name: the format's name, as users write it: ``convert --to NAME``.
         max_shard_size: most bytes of a file by default.
         quants: quantization schemes that only this format has, see
             `streamload.codecs.scheme.register`.
@@ -462,11 +448,8 @@ class FormatWriter(ABC):
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
         """Return (dtype, quant) to convert to, from `convert`'s ``dtype=`` and ``quant=``.
 
-        Formats fill in defaults and resolve their own schemes; the base class changes nothing.
-
-
-        Raises:
-            ValueError: the format lacks the dtype or scheme; the message names those it has.
+        Formats fill in defaults and resolve their own schemes; the base class changes nothing. A
+        ValueError names the dtypes or schemes that the format has.
         """
         return dtype, quant
 
@@ -490,10 +473,8 @@ class FormatWriter(ABC):
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
         """Return small files for the folder, by name; the last one is published after all others.
 
-        Args:
-            files: the files of tensors.
-            sums: by path the md5 sum of each file in hexadecimal, if `wants_sums`. The first call,
-                which counts the documents' bytes, gets zeros instead.
+        ``sums``: md5 sums of the files in hexadecimal, by path, if `wants_sums`. The first call,
+        which counts the documents' bytes, gets zeros instead.
         """
         return {}
 

@@ -75,8 +75,6 @@ class Infeasible:
     """A call that does not fit: a load into a model, or a plan without a model.
 
     Attributes:
-        error: the planner's error.
-        call: the parsed arguments.
         given: the arguments as written, with the checkpoint as "path".
         target: for a load, the model and its match; for a plan, its only device.
     """

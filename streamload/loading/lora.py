@@ -79,7 +79,6 @@ class Adapters:
     Attributes:
         by_tensor: functions that change the values of a tensor, by its name, in order.
         replaced: by the name of a tensor, the one that an adapter has in its place.
-        headers: the headers of all adapters' files.
         identity: path, scale and digest of each adapter, as JSON values.
     """
 

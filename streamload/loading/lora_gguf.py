@@ -33,8 +33,6 @@ class Translated(NamedTuple):
     """An adapter in the names of peft.
 
     Attributes:
-        tensors: by peft's name.
-        config: what adapter_config.json would have.
         orders: by peft's name, the indices of the file's rows in the order of models; None: the
             transpose of all.
     """

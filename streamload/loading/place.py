@@ -402,10 +402,7 @@ def host_engine(
 ) -> tuple[CastChoice, list[str]]:
     """Choose LLVM for host casts, or numpy if kernels do not compile, and compile the kernels.
 
-    ``asked``: the option ``cast=``.
-
-    Returns:
-        The engine, and notes if it is not LLVM.
+    ``asked``: the option ``cast=``. Also returns notes if it is not LLVM.
     """
     engine, notes = _engine(wants, policy, specs, asked)
     compile_encoders(wants)

@@ -346,12 +346,9 @@ class Place(ModelParameters):
     """The model that a load fills, and the opened devices.
 
     Attributes:
-        model: the model, or None.
-        owner: the model's framework, or None.
         unstored: the device of each tensor of the model that no checkpoint has, by name.
         held: bytes of the model's old weights that the load takes over, by device.
         pages_are_known: whether the system reports those bytes; if not, they count as 0.
-        devices: the load's devices, opened.
     """
 
     model: Any
@@ -442,10 +439,7 @@ class Decision:
     """A load that is planned and not begun.
 
     Attributes:
-        place: the model and the devices.
-        plan: the placements, sizes and threads.
         match: the source of each parameter; None for a load without a model.
-        skipped: tensors of the checkpoint that are not loaded.
         process_nbytes: memory of the process when it was planned; None if unknown.
         swap: modules for quantized weights, to be put into the model.
     """

@@ -248,11 +248,9 @@ def _also(report: LoadReport) -> str:
 def device_map(devices: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, str | int]:
     """Return accelerate's ``device_map``: the largest modules on one device, with their devices.
 
-    ``devices``: the device of each loaded tensor; ``others``: names of tensors that are not loaded.
-
-    Returns:
-        Module names to devices, in the order of the tensors; CUDA devices are numbers. A tensor
-        of a module on several devices is named itself.
+    ``devices``: of each loaded tensor; ``others``: tensors that are not loaded. Modules are in the
+    order of the tensors; CUDA devices are numbers. A tensor of a module on several devices is named
+    itself.
     """
     places = {device: _accelerate_name(device) for device in devices.values()}
     if len(places) == 1:

@@ -65,10 +65,6 @@ class Slots:
     """Device memory, cut into slots that streamed layers share, and the tensors over it.
 
     This class makes arrays of numpy; each framework has a subclass.
-
-    Attributes:
-        count: number of slots, of layers and of experts.
-        layers: number of those of layers, which come first.
     """
 
     #: Whether tensors may begin at any multiple of 64, and short ones of bytes anywhere.

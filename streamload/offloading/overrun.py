@@ -30,7 +30,6 @@ class TokenRoom:
     Attributes:
         tokens: planned most tokens of one pass, all sequences together; None: no room is planned.
         cached: planned most tokens of the KV cache, likewise; 0: no room is planned.
-        on_overrun: the effect of a pass of more tokens, "warn" or "error".
         most_tokens: the most tokens that a pass had.
         most_cached: the most tokens that the cache had at the end of a pass.
     """

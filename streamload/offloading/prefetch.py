@@ -106,12 +106,8 @@ class Rounds(Bringer):
     def ask(self, layer: int, chosen: Sequence[int]) -> list[int]:
         """Start to bring the experts that a layer's router chose, in the order of their use.
 
-        Args:
-            layer: the number of the layer among those that have experts.
-            chosen: numbers of experts within the layer.
-
-        Returns:
-            The experts that a call around this one still needs, for `end_asking`.
+        ``layer`` counts those that have experts, ``chosen`` experts within the layer. Returns the
+        experts that a call around this one still needs, for `end_asking`.
         """
         self._check_process()
         for _, ticket in self._used:  # it has ended: the router's choice was computed after it

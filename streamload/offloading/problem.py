@@ -52,15 +52,12 @@ class Problem:
     """A model to offload to a device, or a share of it, and the constraints of the plan.
 
     Attributes:
-        wants: requests of all parameters.
         spec: the device; its budget is without the reserve.
         groups: the layers, in the order in which they run.
         tokens: most tokens of a pass to leave room for; None: leave no room.
         has_layers: whether some layers, with their KV cache, are among the parameters.
-        has_head: whether a pass computes logits.
         held_nbytes: device bytes that the model frees before the load.
         host_nbytes: most bytes of layers that host memory keeps.
-        notes: for the user, one sentence each.
     """
 
     options: Options

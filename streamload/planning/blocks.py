@@ -13,10 +13,7 @@ from streamload.core.tensors import Block, Columns, RowRange
 def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:
     """Return row ranges with exactly a block's elements, in order; None if there are none.
 
-    Args:
-        rows: rows of the whole tensor, in order and without columns.
-        row_numel: elements of each of these rows.
-        block: the rectangular part of the tensor, such as one device's shard.
+    ``rows`` are of the whole tensor, in order and without columns, of ``row_numel`` elements each.
     """
     block = block.unfolded
     if block.is_all:

@@ -22,8 +22,6 @@ class CacheRoom:
     """The KV cache for which a plan leaves memory free after the load.
 
     Attributes:
-        cache: the sizes of each layer's cache.
-        dtype: the dtype of the cache's tensors.
         on: the layer numbers on each device, by device name; empty until `placed`.
     """
 

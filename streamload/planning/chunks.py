@@ -72,7 +72,6 @@ class Chunk:
         shard: index in ``Checkpoint.shards``.
         start: first byte of the parameter.
         stop: last byte of the parameter, exclusive.
-        runs: the file bytes, all of one shard.
     """
 
     placement: int
@@ -228,10 +227,8 @@ class Cut:
     ) -> Iterator[_Piece]:
         """Yield all chunks by place in the files, small neighbors in batches of at most ``most``.
 
-        Args:
-            largest: gives the most bytes of a placement's chunks, in the file and in the parameter.
-            pack_nbytes: gives the most bytes of a batch, each member rounded up by `slot_nbytes`.
-            most: most tensors in a batch.
+        ``largest``: most bytes of a placement's chunks, in the file and in the parameter;
+        ``pack_nbytes``: most bytes of a batch, each member rounded up by `slot_nbytes`.
         """
         starts, stops, shards, _, _, together = self._extents
         if not len(starts):

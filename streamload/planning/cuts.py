@@ -220,12 +220,8 @@ def keeping_stops(
 ) -> list[int] | None:
     """Return the stop of each node's run such that nodes read the fewest bytes; None if none fits.
 
-    Of equally good cuts, the fullest node is as empty as possible.
-
-    Args:
-        costs: the bytes of runs.
-        budgets: of each node.
-        held: for each node, the bytes of each unit that it holds and need not read.
+    ``held``: for each node, the bytes of each unit that it need not read. Of equally good cuts, the
+    fullest node is as empty as possible.
     """
     count, nodes = costs.count, len(budgets)
     step = max(-(-count // _MOST_STOPS), 1)

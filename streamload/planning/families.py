@@ -255,9 +255,8 @@ def general(name: str) -> str:
 def side_of(name: str, styles: Mapping[str, str]) -> Side | None:
     """Return how tensor parallelism cuts a weight; None if it stays whole.
 
-    Args:
-        name: the tensor's name in the checkpoint, as `general` returns it.
-        styles: transformers' plan of the model, a style by module; if empty, rules for families.
+    ``name`` is as `general` returns it; ``styles``: transformers' plan of the model, a style by
+    module; if empty, rules for families.
     """
     module = name.rpartition(".")[0]
     if _NOT_TEXT.search(name) is not None:

@@ -57,8 +57,6 @@ class DeviceShare:
     """The placements of a load on one device, and their memory there without staging.
 
     Attributes:
-        spec: the device.
-        placements: the placements on the device.
         all_first: whether to free all old parameters before the first is loaded, in any case.
     """
 

@@ -43,7 +43,6 @@ class CacheRequest:
     Attributes:
         context: tokens of each sequence, at least 1.
         batch: sequences at once, at least 1.
-        dtype: dtype of the cache; None is the weights' dtype.
     """
 
     context: int
@@ -94,10 +93,8 @@ class KvCache:
     """The size of a model's KV cache, layer by layer.
 
     Attributes:
-        request: the requested context, batch and dtype.
         layers: the cache of each layer of the language model, by its number.
         configured: the dtype in ``config.json``, or None.
-        notes: facts for users, one sentence each.
     """
 
     request: CacheRequest
@@ -196,13 +193,7 @@ _MULTI_QUERY = frozenset({"falcon", "gpt_bigcode"})
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The part of ``config.json`` for a language model, or for one of its layers.
-
-    Attributes:
-        values: keys and values of the configuration.
-        kind: the ``model_type``.
-        where: path of the checkpoint, for errors.
-    """
+    """The part of ``config.json`` for a language model, or for one of its layers."""
 
     values: Mapping[str, Any]
     kind: str

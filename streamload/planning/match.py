@@ -386,7 +386,6 @@ class ModelParameters:
     """The parameters of a model, and their memory.
 
     Attributes:
-        parameters: all of them.
         keep: names of devices on which the parameters stay if they are there.
         reusable: bytes of a parameter that the load takes over, by the parameter's index; if the
             index is missing, all its bytes.

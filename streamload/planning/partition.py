@@ -80,12 +80,7 @@ def natural_key(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
 
 
 class Item(NamedTuple):
-    """A stored tensor to be split over nodes.
-
-    Attributes:
-        name: its name.
-        nbytes: its size after the cast.
-    """
+    """A stored tensor to be split over nodes."""
 
     name: str
     nbytes: int
@@ -122,16 +117,12 @@ class Part:
     """The tensors of one node under a split.
 
     Attributes:
-        node: name of the node.
-        budget_nbytes: budget of the node.
         units: names of its units.
         names: its stored tensors, in the order given; each is on one node.
         copies: stored tensors of another node of which this one holds copies, since a name that
             is tied to them belongs here; in the order given.
         tied: (missing name, stored tensor that it shares) of the tied names that belong here.
         layers: the model's layers on the node, counted from 0 over all stacks; may be empty.
-        has_embedding: whether it holds the unit "embedding".
-        has_head: whether it holds the unit "head".
         nbytes: the bytes of ``names`` and ``copies``.
         cache_nbytes: the extra bytes that its layers need to run.
     """

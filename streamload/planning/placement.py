@@ -190,7 +190,6 @@ class Placements(Table[Placement]):
     Attributes:
         kinds: for each parameter a `Placement` with the facts that are in no other column; equal
             parameters share one object.
-        names: the parameters' names.
         sources: the row ranges of each.
         resident_nbytes: bytes that each takes of its device.
         reusable_nbytes: bytes of each old parameter that the load takes over.

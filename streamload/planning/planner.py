@@ -46,12 +46,9 @@ class PlanRequest:
     """A load to be planned.
 
     Attributes:
-        checkpoint: the headers.
         draft: the plan without placements and devices. Its chunk and threads are upper bounds:
             budgets or devices may need less.
-        wants: the parameters to load; names are unique.
         devices: the devices to use; several are split by layers, in this order.
-        dtype: the policy that gives each parameter its dtype.
         cast: the engine that casts: "llvm", "numpy" or "device".
         tied: by name that is not stored, the parameter whose tensor it shares; under a split, a
             head gets a copy if its embedding is on another device.
@@ -357,9 +354,7 @@ def assign(
     """Give each parameter a device: the requested or only device, or by a split over several.
 
     ``cache`` (extra bytes by layer) and ``needs`` (least memory of a unit) are for `partition`.
-
-    Returns:
-        The part of each device under a split; the parameters; each parameter's device name.
+    Returns the part of each device under a split; the parameters; each one's device name.
     """
     if len(devices) == 1 or None not in wants.devices:
         name = devices[0].name

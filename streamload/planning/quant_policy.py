@@ -133,18 +133,10 @@ class QuantPolicy:
         stored: bool,
         dtype: DType | None,
     ) -> tuple[_Made, list[str]]:
-        """Plan by ``attempt``; "auto" becomes the format of least loss that fits.
+        """Plan by ``attempt``; "auto" becomes the format of least loss that fits; add notes.
 
-        Args:
-            attempt: plans with a policy without "auto".
-            stored: whether "stored" is tried before weights are quantized again.
-            dtype: what is tried before for all floats, if anything; see `narrower`.
-
-        Returns:
-            The result of the attempt, and notes that explain the choice.
-
-        Raises:
-            ValueError: no format can hold the weights, or the attempt without a format raises it.
+        If ``stored``, that is tried before weights are quantized again; before that all floats in
+        ``dtype``, if any; see `narrower`. Raises ValueError if no format can hold the weights.
         """
         if not self.is_auto:
             return attempt(self), []
@@ -345,16 +337,10 @@ def quantised(
 ) -> TensorRequests:
     """Return requests for the parts (codes, scales, ...) of quantized weights, in their place.
 
-    Args:
-        checkpoint: the headers.
-        wants: the parameters.
-        formats: the format of each; None leaves it as it is.
-        changed: tensors whose rows functions change on the way.
-        beside: the model's current auxiliary parts, by their names.
-        policy: the source of the formats, for messages.
-
-    Raises:
-        ValueError: parts of two tensors would have one name.
+    ``formats``: of each of ``wants``, or None; ``changed``: tensors whose rows functions change;
+    `beside`: the model's auxiliary parts, by name; ``policy``: where formats come from. The
+    UnsupportedCastError for tensors that cannot be in their formats names all, and the ``quant=``
+    that leaves them. Raises ValueError if parts of two tensors would have one name.
     """
     if not any(formats):
         return wants

@@ -24,7 +24,6 @@ class DeviceSpec:
     """A device (or a node), and the memory that a load may take there, in bytes.
 
     Attributes:
-        info: the device.
         budget_nbytes: most bytes that may be held there, without ``reserve_nbytes``.
         limit: the source of the budget: "budget" if the user stated it, else "free memory".
         free_nbytes: free memory now; None if unknown.
@@ -146,8 +145,6 @@ class TensorRequest:
     """One parameter to load: its source, and the model's demands.
 
     Attributes:
-        name: the parameter's name.
-        shape: its shape.
         source: row ranges, concatenated in order.
         transpose: a permutation of the concatenated rows, or None.
         device: its device by name; None lets the planner split over the devices.

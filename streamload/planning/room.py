@@ -46,13 +46,9 @@ def activation_nbytes(
 ) -> int:
     """Return the most bytes of activations in a forward pass; see the module for the formula.
 
-    Args:
-        config: the checkpoint's ``config.json``; empty if there is none.
-        tokens: number of tokens, of all sequences together.
-        itemsize: bytes of an element of the dtype that the model computes in.
-        path: the checkpoint, for errors.
-        reused: whether the allocator gives the freed memory of one part to the next.
-        has_head: whether logits are computed.
+    ``config`` is config.json's, ``tokens`` those of all sequences, ``itemsize`` the bytes of an
+    element that the model computes in. ``reused``: the allocator gives the freed memory of one part
+    to the next; ``has_head``: logits are computed.
     """
     keys = ("hidden_size", "vocab_size", "num_attention_heads")
     values, _ = language_part(config)

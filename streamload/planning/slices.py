@@ -38,7 +38,6 @@ class Mesh:
     """Ranks in groups: layers are split over the groups, tensors over the ranks of each group.
 
     Attributes:
-        groups: number of groups.
         size: ranks of a group.
         styles: transformers' plan for the model, a style by module; if empty, tensors are cut by
             the rules of `streamload.planning.families`.

@@ -26,9 +26,7 @@ class Kept(NamedTuple):
 
     Attributes:
         checkpoint: has those weights as bytes.
-        found: the sources by parameter name, and names that have none.
         blocks: the parameters that hold blocks, by name; empty without a model.
-        notes: names dequantized weights that ``quant="stored"`` covers.
     """
 
     checkpoint: Checkpoint
@@ -46,18 +44,11 @@ def keep_blocks(
     *,
     holds: bool = False,
 ) -> Kept:
-    """Undo the dequantization of weights that ``quant`` keeps as stored.
+    """Undo the dequantization of weights that ``quant`` keeps as stored, or in their block type.
 
-    Args:
-        checkpoint: the headers, with dequantized weights.
-        found: the sources by parameter name.
-        quant: keeps weights by "stored", or by their own block type.
-        changed: tensors whose rows functions change on the way.
-        swap: returns modules for formats by parameter name; None without a model.
-        holds: whether the model holds quantized weights already.
-
-    Raises:
-        ValueError: no module of the model holds or can hold any.
+    ``changed``: tensors whose rows functions change; ``swap`` returns modules for formats by
+    parameter, None without a model; ``holds``: the model holds quantized weights already. Raises
+    ValueError if no module holds or can hold any.
     """
     asked, left = _asked(checkpoint, quant, of_model=swap is not None)
     if not (asked or left):
@@ -148,10 +139,8 @@ def _beside(source: Source, part: Part) -> Source:
 def _as_blocks(info: TensorInfo, source: Source, held: CodedWeight | None) -> Source | None:
     """Return the source of a weight's blocks; None if they would have to be cut.
 
-    Args:
-        info: the dequantized weight, or the first of those that are joined by rows.
-        source: fills the parameter with its floats.
-        held: what the parameter holds instead; None without a model.
+    ``info`` may be the first of weights that are joined by rows; ``source`` is that of floats;
+    ``held``: what the parameter holds instead, None without a model.
     """
     turned, of_matrix = source.transpose, len(info.shape) == 2
     found = (sum(r.stop - r.start for r in source.rows), *info.shape[1:])

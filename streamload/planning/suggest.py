@@ -65,12 +65,7 @@ class Wanted:
     """A call whose model and checkpoint mismatch, for which better arguments are searched.
 
     Attributes:
-        checkpoint: the whole checkpoint.
-        parameters: the model's parameters.
-        mapping: the call's ``mapping=``.
-        rename: the call's ``rename=``.
         is_part: whether other ranks load tensors that are in no parameter here.
-        strict: the call's ``strict=``.
         layers: formats that `streamload.nn.replace_linears` can give layers of the model.
     """
 

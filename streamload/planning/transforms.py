@@ -33,7 +33,6 @@ class Changes:
     """All functions that change the values of tensors during a load.
 
     Attributes:
-        by_tensor: functions by name of tensor, applied in order.
         nbytes: bytes that the functions hold for all threads.
         thread_nbytes: bytes that the functions need in each thread besides the rows.
     """

@@ -116,10 +116,7 @@ class Transfer:
     """The inputs of a stream: a plan, and all that is needed to run it.
 
     Attributes:
-        checkpoint: the headers that the plan was made from.
-        devices: every device of the plan, by name.
         changes: the user's functions that change values between file and device.
-        opener: opens a file of the checkpoint.
         headroom: checks that promised memory is still free; None checks nothing.
         progress: called with the file bytes read so far, often.
         refill_nbytes: the most bytes of a layer, if layers are read again and again into buffers
@@ -146,7 +143,6 @@ class StreamStats:
         transfer_seconds: from the first read until the last byte was in place; 0 if none was read.
         reader_fallbacks: reasons for which files were read otherwise than planned, with counts.
         page_cache: how the page cache was treated, and why; "" if it was not used.
-        dropped_nbytes: file bytes dropped from the page cache.
     """
 
     read_nbytes: int = 0

@@ -21,7 +21,6 @@ class Step(ABC):
     Attributes:
         moves: bytes stay as they are.
         gathers: a call takes all lines of a strided read, joined.
-        counts: values changed so far.
     """
 
     moves = False
@@ -43,14 +42,10 @@ class Step(ABC):
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Convert elements of ``data`` and write them to ``out``.
+        """Convert elements of ``data``, line after line; write them to ``out``, which is apart.
 
-        Args:
-            data: the elements, line after line.
-            out: memory for the results; must not overlap ``data``.
-            at: byte of the parameter at which ``out`` begins.
-            start: byte of the file at which ``data`` begins.
-            lines: number of lines in ``data``, `StridedRead.pitch` bytes apart in the file.
+        ``at``: byte of the parameter at which ``out`` begins; ``start``: byte of the file at which
+        ``data`` begins; ``lines`` are `StridedRead.pitch` bytes apart in the file.
         """
 
 

@@ -46,13 +46,8 @@ class Transposer:
     ) -> None:
         """Read lines, convert them by ``step``, and write them as columns of ``rows``.
 
-        Args:
-            reader: the file.
-            run: the lines.
-            step: casts or dequantizes the elements.
-            rows: the target, by `rows_of`.
-            source: ``Plan.slot_nbytes`` to read into; unused if the file is mapped.
-            unit: columns of a line that convert together.
+        ``source``: ``Plan.slot_nbytes`` to read into, unused if the file is mapped; ``unit``:
+        columns of a line that convert together.
         """
         if not self._blocks:
             self._blocks = [memoryview(bytearray(self._plan.turn_nbytes)) for _ in range(2)]

@@ -150,9 +150,8 @@ class Worker:
     ) -> Generator[Outcome, None, tuple[int, int | None]]:
         """Read units into slots in order and start their copies, without the interpreter's lock.
 
-        Returns:
-            The number of units started, or ended with an error. If the next unit could not be read
-            to its end, also the file byte up to which it has been copied.
+        Returns how many were started, or ended with an error; and if the next one could not be read
+        to its end, the file byte up to which it has been copied.
         """
         job = self._job
         name = job.plan.placements.kinds[units[0][0].placement].device

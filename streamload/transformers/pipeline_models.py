@@ -154,14 +154,8 @@ def part_of(
 ) -> Part:
     """Build one model of a pipeline on the meta device, and match it.
 
-    Args:
-        model_class: of diffusers, or of transformers.
-        folder: has the configuration.
-        checkpoint: the model's tensors.
-        asked: its ``dtype=``.
-        devices: those of the load.
-        options: of the load.
-        converted: the rows of the checkpoint that fill a model of transformers; None: by name.
+    ``folder`` has the configuration. ``converted``: rows that fill a model of transformers; None:
+    by name.
     """
     if issubclass(model_class, diffusers.ModelMixin):
         return Diffused.of(model_class, checkpoint, folder, asked)

@@ -27,15 +27,9 @@ def by_model(
 ) -> Mapping[str, Any]:
     """Split ``dtype=`` or ``quant=`` into one for each model, by pattern of its tensors' names.
 
-    Args:
-        what: the argument's name.
-        value: the argument.
-        models: the names of each model's tensors.
-        given: components that are not loaded; patterns for them are ignored.
-        alone: patterns do not begin with the model's name.
-
-    Raises:
-        ValueError: a pattern matches no tensor.
+    ``models``: the names of each model's tensors; ``given``: components that are not loaded, whose
+    patterns are ignored; ``alone``: patterns do not begin with the model's name. Raises ValueError
+    for a pattern that matches no tensor.
     """
     if not isinstance(value, Mapping):
         return dict.fromkeys(models, value)

@@ -47,7 +47,6 @@ class Contents(NamedTuple):
 
     Attributes:
         folder: of the pipeline; None if there is one model, and no pipeline.
-        models: by component.
         left_out: components that diffusers leaves out.
     """
 
@@ -75,10 +74,8 @@ def is_file(found: Location) -> bool:
 def configured(checkpoint: Checkpoint, config: Any) -> Path | Mapping[str, Any]:
     """Return the folder of a file's configuration, or the configuration of its one model.
 
-    Args:
-        checkpoint: the file.
-        config: a folder, a repository, or a model's configuration; None: the repository in which
-            diffusers looks, if the cache has it.
+    ``config``: a folder, a repository, or a model's configuration; None: the repository in which
+    diffusers looks, if the cache has it.
     """
     if isinstance(config, Mapping):
         return config
@@ -215,11 +212,9 @@ def in_file(
 ) -> Contents:
     """Return the models that a file holds, and where the rest of their pipeline is.
 
-    Args:
-        found: the file.
-        config: as in `configured`; None: the folder of the others, if there is one.
-        given: components of the caller; "*" is the folder of all others.
-        classes_of: returns class and folder of each model in a folder, but given ones.
+    ``config``: as in `configured`; None: the folder of the others, if any. ``given``: components of
+    the caller; "*" is the folder of all others. ``classes_of``: class and folder of each model in a
+    folder, but given ones.
     """
     others = given.get("*")
     checkpoint = open_checkpoint(found)

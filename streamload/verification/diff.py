@@ -394,11 +394,7 @@ class Pair:
     """Two tensors of one name, compared block by block.
 
     Attributes:
-        left: the tensor of the first checkpoint.
-        right: the tensor of the second.
         expected: computes the bytes that the second should hold.
-        dtype: the dtype that the second should have.
-        shape: the shape that the second should have.
         codes: the pair of a quantized weight's codes, if this is for its scales or tables.
     """
 

@@ -85,8 +85,6 @@ class ValueComparison:
     """Compares the elements of two tensors, some at a time.
 
     Attributes:
-        left: dtype of the first tensor's elements.
-        right: dtype of the second's.
         payloads: whether the payloads of NaN are compared.
     """
 

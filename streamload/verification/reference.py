@@ -40,11 +40,8 @@ class Expected:
     """Computes the bytes that one tensor should hold.
 
     Attributes:
-        sources: the rows of tensors that are joined, in order.
         dtype: the dtype of floats and dequantized weights, before any quantization.
         out_of_range: the result of values that `dtype` cannot represent.
-        order: permutes the joined rows.
-        coding: how the result is quantized.
         on_cuda: whether kernels of CUDA may have quantized the tensor.
         parts: bytes of the scales and tables of a quantized weight, by suffix, after `codes`.
     """

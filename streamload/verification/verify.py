@@ -65,7 +65,6 @@ class Mismatch:
     """A parameter whose bytes on the device differ from the expected bytes.
 
     Attributes:
-        name: the parameter's name.
         element: index of the first element that differs, in row-major order.
         expected: bytes of this element from the checkpoint, in hexadecimal.
         found: bytes of this element on the device, in hexadecimal.
@@ -87,19 +86,11 @@ def verify(
     model: Any = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Mismatch]:
-    """Compare every parameter of a load with the checkpoint.
+    """Return the parameters of a load that differ from the checkpoint.
 
-    Args:
-        report: the load's report.
-        checkpoint: the checkpoint that was loaded.
-        model: the model that was filled; None for the report's ``state_dict``.
-        progress: called with the parameter bytes compared so far.
-
-    Returns:
-        The parameters that differ; payloads of NaN are not compared after a cast.
-
-    Raises:
-        ValueError: functions changed values of the load.
+    ``model``: None for the report's ``state_dict``. ``progress`` gets the parameter bytes compared
+    so far. Payloads of NaN are not compared after a cast. Raises ValueError if functions changed
+    values.
     """
     changed = [p.name for p in report.plan.placements if p.changes]
     if changed:
@@ -267,14 +258,7 @@ def _plain_reads(checkpoint: Checkpoint) -> Iterator[Read]:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor that differs from its entry in the sidecar.
-
-    Attributes:
-        name: the tensor's name.
-        what: "dtype", "shape" or "digest".
-        expected: its value in the sidecar.
-        found: its value in the file.
-    """
+    """A tensor that differs from its entry in the sidecar."""
 
     name: str
     what: str

@@ -88,8 +88,6 @@ class _Ranks:
 
     Attributes:
         bounds: 15 ascending numbers; an element's rank is the count of lesser ones.
-        order: the code of each rank.
-        values: the decoded value of each rank.
     """
 
     bounds: tuple[float, ...]

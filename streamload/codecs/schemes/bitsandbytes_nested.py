@@ -49,10 +49,8 @@ def _codes() -> Array:
 def quantized(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
     """Quantize float32 values; return a uint8 code for each, and each block's largest magnitude.
 
-    Args:
-        x: one-dimensional values; the last block may be short.
-        arithmetic: the device whose results are reproduced. CUDA approximates 1/scale within a
-            unit in the last place of the number used here.
+    ``x`` has one axis; the last block may be short. CUDA's ``arithmetic`` approximates 1/scale
+    within a unit in the last place of the number used here.
     """
     starts = range(0, x.size, _AT_ONCE)
     some = [_quantized(x[start : start + _AT_ONCE], arithmetic) for start in starts]

@@ -59,13 +59,7 @@ class _Linear(Blocks):
     """Blocks of 4- or 5-bit codes that are numbers: Q4_0, Q4_1, Q5_0 and Q5_1."""
 
     def __init__(self, name: str, *, fifth: bool, least: int | None) -> None:
-        """Describe a layout.
-
-        Args:
-            name: the layout's name.
-            fifth: whether codes have a fifth bit.
-            least: the integer that code 0 stands for; None if blocks store a minimum.
-        """
+        """Describe a layout; ``least`` is the integer of code 0, None if blocks store a minimum."""
         super().__init__(name)
         self._fifth, self._least = fifth, least
         self._high = 2 if least is not None else 4  # offset of fifth bits
@@ -156,9 +150,8 @@ _INFINITE = 0x7F800000
 def half_scale(one: Vector, d: str) -> tuple[str, str, str, str]:
     """Write IR that rounds a block's float32 scale ``d`` to float16.
 
-    Returns:
-        The float16 bits, their value as float32, an i1 that is set if it is infinite, and 1/d, or 0
-        if that is infinite.
+    Returns the float16 bits, their value as float32, an i1 that is set if it is infinite, and 1/d,
+    or 0 if that is infinite.
     """
     half = NARROW["F16"](one, one.as_bits(d))
     kept = one.as_float(WIDEN["F16"](one, half))

@@ -145,7 +145,6 @@ class _Weight(Quantized):
     Its shape ends in the row's length, or is (groups of a row, rows, 32) if stored transposed.
 
     Attributes:
-        recipe: of a group.
         is_transposed: whether words and scales are stored transposed.
     """
 

@@ -15,7 +15,6 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
     """The memory of a parameter that a failed load left without values: using it raises.
 
     Attributes:
-        parameter: the parameter's name.
         kept: the graph over memory that another load will write again; None if that is freed.
         keeps: the dtype that the parameter keeps by default, see `Parameter.keeps`.
     """

@@ -34,7 +34,6 @@ class Weight(NamedTuple):
     """The tensors of a quantized Linear.
 
     Attributes:
-        format: name of the weight's format.
         shape: (rows, columns) of the weight before quantizing.
         parts: its codes, and the other arrays in the order of `Form.parts`.
         bias: (rows,), or None.
@@ -56,8 +55,6 @@ class _Kernel(NamedTuple):
     Attributes:
         program: tinygrad's, to be called with a buffer for each role.
         roles: names among `PARAMETERS`.
-        parts: those of `Weight.parts`.
-        dtypes: of `Weight.parts`.
         gradients: the ``grad_fxn`` of its calls.
     """
 

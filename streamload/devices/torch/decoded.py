@@ -51,8 +51,6 @@ class Origin:
 
     Attributes:
         values: the whole copy, as a plain tensor.
-        holder: the module that holds the weight.
-        leaf: last part of the weight's name.
         transposed: whether the module holds the transpose of ``values``.
         partial: whether ``values`` is one expert's matrix of the weight.
     """

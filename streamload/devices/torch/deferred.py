@@ -63,15 +63,9 @@ def deferred(
     *,
     transposed: bool,
 ) -> torch.Tensor:
-    """Return a matrix that is decoded when that is needed.
+    """Return a matrix of this shape, dtype and device that is decoded when that is needed.
 
-    Args:
-        shape: of the decoded matrix.
-        dtype: likewise.
-        device: likewise.
-        operand: returns the stored rows.
-        decode: returns the matrix.
-        transposed: whether the matrix is the transpose of the stored rows.
+    ``operand`` returns the stored rows, whose transpose the matrix may be.
     """
     made: Any = torch.Tensor._make_wrapper_subclass(Deferred, shape, dtype=dtype, device=device)
     made._streamload_operand, made._streamload_decode = operand, decode

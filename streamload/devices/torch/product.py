@@ -62,9 +62,7 @@ class Operand(NamedTuple):
         format: the name of its format; or of a layout without a scheme, with a colon and its
             details, if it has such (`Layout.form`).
         parts: its codes, and the other arrays in the order of `Form.parts`, all on one device.
-        first: the first row.
         stop: the end of the rows, exclusive.
-        width: columns.
     """
 
     format: str
@@ -308,8 +306,6 @@ class _Launch(NamedTuple):
     """A kernel's launch for weights of one form and shape.
 
     Attributes:
-        kernel: its handle.
-        blocks: CUDA blocks.
         places: where the addresses of an operand's parts stand among the parameters.
         parameters: all parameters; addresses are 0.
     """

@@ -70,13 +70,10 @@ class Coded(nn.Module):
         index: int | None = None,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Return a weight dequantized; no other memory of its size is used.
+        """Return a weight dequantized, or its ``index`` on the first axis; no other memory is used.
 
-        Args:
-            leaf: last part of the weight's name.
-            dtype: of the result; each value is rounded once. None: the dtype before quantizing.
-            index: index along the weight's first axis; None for all of it.
-            device: computes the result, after the parts are moved there; None: where they are.
+        Each value is rounded once to ``dtype``; None: the dtype before quantizing. ``device``
+        computes the result, after the parts are moved there; None: where they are.
         """
         of = self.operand(leaf, index, device)
         dtype = dtype or self._streamload_dtype
@@ -491,15 +488,10 @@ def _tied(module: nn.Module, leaf: str) -> Any:
 def swapping(
     model: nn.Module, places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]
 ) -> Swap:
-    """Return the `Swap` that lets a model's modules hold weights quantized.
+    """Return the `Swap` that lets a model's modules hold weights in ``formats``, by name.
 
-    Args:
-        model: the model.
-        places: (name, (module, name in it)) of all parameters; shared ones under each name.
-        formats: the format of each weight to quantize, by name.
-
-    Raises:
-        ValueError: there is no module for a format.
+    ``places``: (name, (module, name in it)) of all parameters; shared ones under each name. Raises
+    ValueError if there is no module for a format.
     """
     known = computed()
     for format in formats.values():

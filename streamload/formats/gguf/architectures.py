@@ -37,7 +37,6 @@ class Architecture:
     """The names of one GGUF architecture's tensors and settings, and Hugging Face's for them.
 
     Attributes:
-        name: the architecture's name in GGUF files.
         models: class with a language model's head by model_type of config.json; the first is the
             default for GGUF files.
         prefix: prefix of Hugging Face's names, which a model without its head lacks.

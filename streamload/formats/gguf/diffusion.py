@@ -39,7 +39,6 @@ class Family:
     """A family of models; names and parts of names are separated by spaces.
 
     Attributes:
-        name: ``general.architecture``.
         marks: tensors that a model of the family has; "|" separates layouts.
         left: parts of the names of matrices that are not quantized.
         theirs: a tensor of diffusers' own layout, which ComfyUI-GGUF does not read; or "".

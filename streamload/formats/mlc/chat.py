@@ -52,10 +52,7 @@ def chat_config(
 ) -> dict[str, Any]:
     """Return the content of mlc-chat-config.json, as far as the source provides it.
 
-    Args:
-        model: the source.
-        quantization: the name of MLC's for all tensors.
-        template: what `conv_template` found.
+    ``quantization`` is MLC's name for all tensors, ``template`` what `conv_template` found.
     """
     config = family_of(model).config(model)
     info = {}

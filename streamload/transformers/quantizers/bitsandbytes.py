@@ -215,13 +215,8 @@ def put_together(
 ) -> None:
     """Build a module's quantized weight from its parts, once, or for each call if they stream.
 
-    Args:
-        module: holds the parts as buffers; these move into the weight without copies.
-        name: of the weight in the model.
-        keys: names of the buffers.
-        maker: builds the weight.
-        shape: of the weight before it was quantized.
-        dtype: of the weight before it was quantized.
+    The buffers ``keys`` move into the weight without copies. ``shape`` and ``dtype`` are those
+    before it was quantized.
     """
     leaf = name.rpartition(".")[2]
     module._is_hf_initialized = True

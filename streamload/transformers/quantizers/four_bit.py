@@ -59,7 +59,6 @@ class _Known:
     """What is the same in all calls with a quantized weight.
 
     Attributes:
-        format: the name of its format.
         shape: rows and columns.
         sizes: bytes of its codes, and number of its scales.
         is_read: whether kernels can read the weight.
@@ -107,13 +106,10 @@ def known_of(state: Any) -> _Known:
 def multiplied(
     module: Any, parts: Sequence[torch.Tensor], state: Any, x: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return a 4-bit module's output, or None if kernels cannot read its weight.
+    """Return a `Linear4bit`'s output, or None if kernels cannot read its weight.
 
-    Args:
-        module: a `Linear4bit`.
-        parts: codes, scales and map; if the scales are nested, also theirs.
-        state: bitsandbytes' ``QuantState``, whose own tensors are not read.
-        x: of shape (..., columns), on the host.
+    ``parts``: codes, scales and map; if the scales are nested, also theirs. The tensors of
+    ``state`` are not read. ``x`` has shape (..., columns), on the host.
     """
     compiles = torch.compiler.is_compiling()
     is_known = hasattr(state, _KNOWN) if compiles else type(x) is torch.Tensor

@@ -31,11 +31,8 @@ def dequantized(
 ) -> torch.Tensor:
     """Return a matrix of 8-bit values times its scales, rounded once to `dtype`.
 
-    Args:
-        values: of 8-bit floats or integers.
-        scale: one, or one for each block; a byte is the exponent of a power of two, plus 127.
-        block: rows and columns of a block, less in the last ones; None for one scale.
-        dtype: of the result.
+    ``scale``: one, or one for each block of (rows, columns), less in the last ones; a byte is the
+    exponent of a power of two, plus 127.
     """
     if scale.dtype == torch.uint8:
         scale = torch.exp2(scale.to(torch.float32) - 127)
