@@ -101,14 +101,15 @@ class TensorCosts:
         parameters: host memory of the tensor objects that fill parameters of a model.
         kernel_nbytes: for each tensor, kernel memory that no counter of the process includes.
         left_nbytes: for each released tensor, heap that stays in use: other data is on its pages.
-        refits: whether a new tensor that is no larger takes the place of a released one.
+        refit_nbytes: a new tensor that is smaller by so much takes a released one's place in the
+            heap; None: none does.
     """
 
     objects: ObjectCosts = NO_OBJECTS
     parameters: ObjectCosts = NO_OBJECTS
     kernel_nbytes: int = 0
     left_nbytes: int = 0
-    refits: bool = False
+    refit_nbytes: int | None = None
 
 
 NO_COSTS = TensorCosts()

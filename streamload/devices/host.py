@@ -17,7 +17,7 @@ from streamload.devices.base import DeviceInfo, DTypeStatus, Framework, HeapDevi
 from streamload.devices.parameters import SlotParameter, dict_slots, make_parameters
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 
-_COSTS = TensorCosts(ObjectCosts(300), ObjectCosts(700), left_nbytes=1280, refits=True)
+_COSTS = TensorCosts(ObjectCosts(300), ObjectCosts(700), left_nbytes=1280, refit_nbytes=0)
 _UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits < 8)
 # From this size on numpy asks Linux for huge pages, which may be slow in virtual machines: loading
 # 0.9 GB took 2 to 4 times as long as into torch's pages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,12 +129,14 @@ class DeviceShare:
                 now += resident - (0 if parameters.release_first else reusable)
             peak = max(peak, now)
         costs = spec.info.costs
-        left = sum(
-            min(costs.left_nbytes, reusable)
+        refit = math.inf if costs.refit_nbytes is None else costs.refit_nbytes
+        apart = [  # replaced by tensors elsewhere in the heap
+            reusable
             for kind, _, reusable in rows
-            if kind.released_nbytes and not (costs.refits and kind.nbytes <= kind.released_nbytes)
-        )
-        return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left
+            if kind.released_nbytes and kind.nbytes + refit > kind.released_nbytes
+        ]
+        left = sum(min(costs.left_nbytes, reusable) for reusable in apart)
+        return max(peak, 0) + min(TRIM_NBYTES, sum(apart)) + left
 
     @cached_property
     def casts(self) -> Set[str]:

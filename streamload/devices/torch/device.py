@@ -55,6 +55,7 @@ _CPU_ALIGNMENT_NBYTES = 64  # gAlignment of c10/core/impl/alloc_cpu.h
 _CUDA_BLOCK_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 _COSTS = TensorCosts(ObjectCosts(600), ObjectCosts(500))
 _LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leaves
+_REFIT_NBYTES = 2 * _CPU_ALIGNMENT_NBYTES  # glibc looks for as much more, to align in it
 
 # Pairs worth a probe: narrow sources, so that every code can be tried.
 _DEVICE_CASTS = tuple(
@@ -259,7 +260,7 @@ class CPUDevice(TorchDevice, HeapDevice):
             super().info,
             description=f"CPU ({torch.backends.cpu.get_cpu_capability()})",
             granularity_nbytes=_CPU_ALIGNMENT_NBYTES,
-            costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES),
+            costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES, refit_nbytes=_REFIT_NBYTES),
             native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
             maps=True,
             caveat="",
