@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bench_parts.section import Options, Section
+from streamload.codecs.product import operands
 from streamload.codecs.scheme import CodedWeight
 from streamload.devices.torch.product import Operand, form_of, linear
 
@@ -102,12 +103,9 @@ def _weights(device: torch.device, shape: tuple[int, int]) -> Iterator[tuple[str
 def _operand(format: str, rows: int, width: int, device: torch.device) -> Operand:
     """A weight of random codes and scales."""
     coded = CodedWeight(format, (rows, width))
-    parts = {part.suffix: part for part in coded.made.parts}
-    form = coded.made.form
-    assert form is not None
     arrays = []
-    for suffix in ("", *(suffix for _, suffix in form.parts)):
-        part = parts[suffix]
+    for part in operands(coded):
+        suffix = part.suffix
         dtype = getattr(torch, part.dtype.name)
         if suffix.startswith(".quant_state"):
             state = b'{"nested_offset": 0.01}'

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array, Part, QuantCounts, check_source
 from streamload.core.dtypes import BY_CODE, F32, F64, PACKED, DType
 from streamload.errors import UnsupportedCastError
-
-if TYPE_CHECKING:
-    from streamload.codecs.product import Form
 
 _ORACLE_NUMEL = 1 << 16  # elements that the oracle encodes at once, which bounds temporaries
 _NO_STATISTICS: Array = np.empty(0, np.float32)
@@ -91,11 +88,6 @@ class Quantized(ABC):
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """The arrays stored for the tensor; the first holds the codes (the quantized units)."""
-
-    @property
-    def form(self) -> Form | None:
-        """How products read the weight; None if no kernel can."""
-        return None
 
     @property
     @abstractmethod
@@ -180,14 +172,6 @@ class StoredBlocks(Quantized):
         """One array of bytes, a row of blocks for each row."""
         *rows, last = self.shape
         return (Part("", BY_CODE["U8"], (*rows, PACKED[self.format].nbytes(last))),)
-
-    @property
-    def form(self) -> Form | None:
-        """Blocks, which each format of this class is."""
-        from streamload.codecs.product import Form  # imports this file
-        from streamload.codecs.scheme import layout_of
-
-        return Form.of(layout_of(self.format))
 
     @property
     def unit_numel(self) -> int:

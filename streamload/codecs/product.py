@@ -13,13 +13,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
 
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.decode_kernels import Values, load, scale_at
+from streamload.codecs.encode import Quantized
 from streamload.codecs.ir import NARROW, fused, kernel_text, loop, shuffle, splat
 from streamload.codecs.llvm import HostFunction, Kernel, Target, host_target
-from streamload.codecs.scheme import Layout
+from streamload.codecs.parts import Part
+from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.core.dtypes import BF16, DType
 
 FUNCTION = HostFunction("product", (c_void_p,))
@@ -62,11 +64,6 @@ class Form:
     factor: float = 1.0
     tall: int = 1
 
-    @classmethod
-    def of(cls, layout: Layout | None) -> Form | None:
-        """Return the form of blocks; None for another layout."""
-        return cls(layout) if isinstance(layout, Blocks) else None
-
     def per_row(self, width: int) -> int:
         """Return the blocks or scales of a row of ``width`` columns; 0 if no kernel reads it."""
         wide = self.codes.numel if isinstance(self.codes, Blocks) else self.wide
@@ -90,6 +87,34 @@ class StoredForm(ABC):
     @abstractmethod
     def form(self, detail: str) -> Form:
         """Return how products read such weights; ``detail`` states it if there are several."""
+
+
+class Formed(Quantized):
+    """A quantized tensor whose values and scales kernels read."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """How products read the weight."""
+
+
+@cache
+def coded_form(coded: CodedWeight) -> Form | None:
+    """Return how products read a weight; None if no kernel can."""
+    if isinstance(made := coded.made, Formed):
+        return made.form
+    layout = layout_of(coded.format)
+    return Form(layout) if isinstance(layout, Blocks) else None
+
+
+@cache
+def operands(coded: CodedWeight) -> list[Part]:
+    """Return the arrays that products read: the codes, then those of `Form.parts`."""
+    made, form = coded.made, coded_form(coded)
+    if form is None:
+        return [*made.parts]
+    parts = {part.suffix: part for part in made.parts}
+    return [parts[suffix] for suffix in ("", *(suffix for _, suffix in form.parts))]
 
 
 class _Rows(BlockWriter):

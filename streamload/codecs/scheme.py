@@ -229,10 +229,6 @@ class CodedWeight(NamedTuple):
         """The description of the quantized weight; its unknown source dtype counts as float32."""
         return _made(self.format, self.matrix)
 
-    def operands(self, codes: str) -> list[str]:
-        """Return the names of the arrays that products read: codes, then those of `Form.parts`."""
-        return _operands(self, codes)
-
     def names(self, codes: str) -> list[str]:
         """Return the names of all arrays of the weight, given the name of the array of codes."""
         return [part.name(codes) for part in self.made.parts]
@@ -245,12 +241,3 @@ def _made(format: str, shape: tuple[int, int]) -> Quantized:
     layout = layout_of(format)
     assert layout is not None, format
     return layout.held(format, shape)
-
-
-@cache
-def _operands(coded: CodedWeight, codes: str) -> list[str]:
-    made = coded.made
-    if made.form is None:
-        return coded.names(codes)
-    parts = {part.suffix: part for part in made.parts}
-    return [parts[suffix].name(codes) for suffix in ("", *(s for _, s in made.form.parts))]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     NamedTuple,
@@ -32,9 +31,6 @@ from streamload.core.system import bytes_at, released, trim_heap
 from streamload.core.tensors import Block
 from streamload.devices.allocators import NO_COSTS, AllocatorKind, TensorCosts
 from streamload.errors import DeviceError
-
-if TYPE_CHECKING:
-    from streamload.devices.cuda import BulkCopier
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 
@@ -275,8 +271,8 @@ class Device(Protocol):
     A host-visible device overrides `window`, a staged device `staging` and `copy`.
     """
 
-    #: Runs many reads and copies in one call; None if the device cannot.
-    bulk: BulkCopier | None = None
+    #: A `cuda_copies.BulkCopier` of many reads and copies in one call; None if it cannot.
+    bulk: Any = None
 
     @property
     def info(self) -> DeviceInfo:

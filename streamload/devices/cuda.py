@@ -20,15 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamload.codecs.cast_cuda import SYMBOL, cast_ptx
+from streamload.codecs.cast_cuda import SYMBOL
 from streamload.codecs.ptx import BLOCK_THREADS
-from streamload.core.dtypes import DType
 from streamload.core.interrupt import nothing
 from streamload.core.memory import available_cpus, available_system_nbytes, overhead_nbytes
 from streamload.core.system import address_of, direct_memory, populate
 from streamload.core.units import format_bytes
-from streamload.devices.base import BulkFailure, Read, Staging, Ticket
-from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.devices.cuda_driver import Driver
 from streamload.errors import AllocationError, DeviceError
 
@@ -408,65 +405,6 @@ class DeviceMemory(_Stream):
         return int(status)
 
 
-class BulkCopier:
-    """Runs many reads, copies and casts in one call, by the compiled loop of `devices.bulk`.
-
-    Attributes:
-        address: returns the device address of a buffer.
-    """
-
-    def __init__(self, context: Context, loop: Loop, address: Callable[[Any], int]) -> None:
-        self.address = address
-        self._context, self._loop = context, loop
-
-    def memory(self, nbytes: int) -> DeviceMemory:
-        """Allocate device memory for counts and for elements to cast; raises AllocationError."""
-        return DeviceMemory(self._context, nbytes)
-
-    def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
-        """Return the handle of a cast kernel, compiled once; any thread may call this.
-
-        With ``clamp``, finite values beyond the range of ``dst`` become its largest finite value.
-        """
-        return self.function(cast_ptx(src, dst, clamp=clamp), SYMBOL)
-
-    def function(self, ptx: str, symbol: str) -> int:
-        """Return the handle of a function in PTX, loaded once; any thread may call this."""
-        return load_kept(self._context, ptx, symbol)
-
-    def ticket(self, slot: Staging) -> Ticket:
-        """Return the ticket of the last copies started from a slot."""
-        assert isinstance(slot, _Stream)
-        return slot.event
-
-    def refiller(self, count: int, slots: int, nbytes: int) -> Any:
-        """Return a `Refiller`, whose module imports this one; see its arguments."""
-        from streamload.devices.cuda_refill import Refiller
-
-        return Refiller(self._context, self._loop, count, slots, nbytes)
-
-    def run(
-        self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
-    ) -> BulkFailure | None:
-        """Read into the slots cyclically and start the copies, without the interpreter's lock.
-
-        Copies from the last ``busy`` slots may be running: each is filled after these. Afterwards,
-        copies from any used slot may be running: see `ticket`. Returns the read that failed, or
-        None.
-        """
-        flat = []
-        for index, slot in enumerate(slots):
-            assert isinstance(slot, PinnedStaging)
-            under_way = index >= len(slots) - busy
-            flat.append((slot.address, slot.stream, slot.event.value or 0, under_way))
-        with self._context.current():
-            failure = self._loop(fd, reads, flat)
-            if failure is not None and failure.stage == "copy":
-                # copies of that read may be running, and its slot's event does not cover them
-                _driver().slow.cuStreamSynchronize(flat[failure.index % len(flat)][1])
-        return failure
-
-
 class Function(NamedTuple):
     """A ``CUfunction`` loaded into a context, and its ``CUmodule``."""
 
@@ -512,42 +450,3 @@ def _function(context: Context, ptx: str, symbol: str) -> int:
     """Load a function into a context for as long as the process lives; return its handle."""
     with context.current():
         return load_function(_driver(), context.name, ptx, symbol).handle
-
-
-class Copies:
-    """Base of a framework's CUDA device: staging, copies and casts by the driver.
-
-    Attributes:
-        bulk: runs reads, copies and casts by a compiled loop; None if it cannot be compiled.
-    """
-
-    def __init__(self, context: Context, address: Callable[[Any], int]) -> None:
-        """Use a context; ``address`` returns the device address of a buffer."""
-        self.context = context
-        self._address = address
-        loop = _loop()
-        self.bulk: BulkCopier | None = BulkCopier(context, loop, address) if loop else None
-
-    def staging(self, nbytes: int) -> PinnedStaging:
-        return PinnedStaging(self.context, nbytes)
-
-    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
-        assert isinstance(staging, PinnedStaging)
-        self.context.copy(staging, start, nbytes, self._address(buffer) + offset)
-        return staging.event
-
-
-@cache
-def _loop() -> Loop | None:
-    """Return the compiled copy loop over the driver's calls; None if LLVM is not usable here."""
-    driver = _driver().slow
-    calls = {
-        "copy": driver.cuMemcpyHtoDAsync_v2,
-        "record": driver.cuEventRecord,
-        "wait": driver.cuEventSynchronize,
-        "launch": driver.cuLaunchKernel,
-    }
-    try:
-        return Loop(libc_calls() | addresses_of(calls))
-    except (ImportError, OSError, RuntimeError):  # streaming copies by its loop in Python
-        return None

@@ -54,7 +54,7 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 from streamload.streaming.memory_watch import needed_by_loads
 
 if TYPE_CHECKING:
-    from streamload.devices.cuda import BulkCopier
+    from streamload.devices.cuda_copies import BulkCopier
 
 # The allocator of a CUDA device that is not opened, by framework.
 _CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {

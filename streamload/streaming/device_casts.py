@@ -30,7 +30,7 @@ from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Plan, send
 from streamload.planning.quant_policy import coded
 
 if TYPE_CHECKING:
-    from streamload.devices.cuda import BulkCopier
+    from streamload.devices.cuda_copies import BulkCopier
 
 
 class DeviceCasts:
@@ -45,7 +45,7 @@ class DeviceCasts:
     """
 
     def __init__(self, name: str, device: Device, plan: Plan, checkpoint: Checkpoint) -> None:
-        bulk = device.bulk
+        bulk: BulkCopier | None = device.bulk
         assert bulk is not None, name
         mine = [
             (index, p)

@@ -17,7 +17,8 @@ import numpy as np
 from streamload.core import memory
 from streamload.devices import cuda_locked
 from streamload.devices.base import Copy, Read, ReadTable
-from streamload.devices.cuda import Context, DeviceMemory, _driver, _loop
+from streamload.devices.cuda import Context, DeviceMemory, _driver
+from streamload.devices.cuda_copies import _loop
 from streamload.devices.cuda_refill import Refiller
 
 path = sys.argv[1]

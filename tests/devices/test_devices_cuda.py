@@ -14,13 +14,14 @@ PRELUDE = """
 import ctypes, os, struct, sys, tempfile
 import cuda_stand_in
 from streamload.devices import cuda
+from streamload.devices.cuda_copies import Copies
 from streamload.devices.base import Copy, Read
 from streamload.core.dtypes import BY_CODE
 from streamload.errors import AllocationError, DeviceError, UnsupportedCastError
 
 driver = ctypes.CDLL("libcuda.so.1")
 context = cuda.Context.primary("cuda:1", 1)
-bulk = cuda.Copies(context, lambda buffer: buffer).bulk
+bulk = Copies(context, lambda buffer: buffer).bulk
 
 def count(name):
     return ctypes.c_int.in_dll(driver, name)

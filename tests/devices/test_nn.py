@@ -22,6 +22,7 @@ from tinygrad.uop.ops import Ops
 
 import streamload
 import streamload.nn
+from streamload.codecs.product import operands
 from streamload.codecs.scheme import CodedWeight
 from streamload.devices.tinygrad import linear, product
 from streamload.devices.tinygrad.product import Weight
@@ -115,7 +116,7 @@ def test_gradients_of_a_compiled_kernel(format: str) -> None:
     bias = Tensor(np.arange(8, dtype=np.float32), device="CL")
     layer, weight = made(format, 8, 64, "CL", bias=bias)
     x = Tensor(np.ones((1, 2, 64), np.float32), device="CL").realize()
-    names = CodedWeight(format, (8, 64)).operands("weight")
+    names = [part.name("weight") for part in operands(CodedWeight(format, (8, 64)))]
     held = Weight(format, (8, 64), [getattr(layer, name) for name in names], bias)
     y = product._launched(x, held, linear._expression)
     assert y is not None and any(node.op is Ops.PROGRAM for node in y.uop.toposort())

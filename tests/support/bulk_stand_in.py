@@ -19,6 +19,7 @@ from streamload.core.system import address_of
 from streamload.devices import cuda, cuda_refill
 from streamload.devices.base import BulkFailure, DeviceInfo, Read, ReadTable, Staging, Ticket
 from streamload.devices.bulk import Loop, Team, libc_calls
+from streamload.devices.cuda_copies import Copies
 from streamload.devices.staging import HostStaging
 from streamload.devices.torch import device as torch_devices
 
@@ -139,7 +140,7 @@ class Staged(torch_devices.CPUDevice):
         return Slot(1)
 
 
-class Driven(cuda.Copies, torch_devices.CPUDevice):
+class Driven(Copies, torch_devices.CPUDevice):
     """torch's CPU, whose memory is a device's of `cuda_stand_in`: its driver's calls fill it.
 
     What torch computes ends at once. It waits for copies by a stream that is the driver's.
@@ -151,7 +152,7 @@ class Driven(cuda.Copies, torch_devices.CPUDevice):
     def __init__(self, name: str) -> None:
         torch_devices.CPUDevice.__init__(self, name)
         context = cuda.Context.primary("cuda:0", 0)
-        cuda.Copies.__init__(self, context, torch.Tensor.data_ptr)
+        Copies.__init__(self, context, torch.Tensor.data_ptr)
         self._stream = _stream(context)
 
     @property

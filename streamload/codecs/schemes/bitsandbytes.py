@@ -44,7 +44,7 @@ from streamload.codecs.encode import Encoded, Units
 from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import Vector, chosen, flushed_ir, looked_up
 from streamload.codecs.parts import Arithmetic, Array, Part, check_source, flushed, stepped
-from streamload.codecs.product import Form
+from streamload.codecs.product import Form, Formed
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.weights import Layouts, QuantizedWeight
@@ -161,7 +161,7 @@ def _code(v: Vector, masks: Sequence[str], order: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class _Blocks(Units):
+class _Blocks(Units, Formed):
     """A tensor quantized to nf4 or fp4; see `FourBit` for kind, block, nested and arithmetic.
 
     Args:

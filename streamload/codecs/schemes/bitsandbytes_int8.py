@@ -29,7 +29,7 @@ from streamload.codecs.encode import Encoded
 from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, magnitude_bits
 from streamload.codecs.parts import Array, Part, check_source, stepped
-from streamload.codecs.product import Form
+from streamload.codecs.product import Form, Formed
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.schemes.scaled import Int8Layout, Int8Values, Rows, nearest
 from streamload.codecs.weights import Layouts, QuantizedWeight
@@ -78,7 +78,7 @@ def _through_half(v: Vector, x: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Rows(Rows):
+class _Rows(Rows, Formed):
     """A matrix quantized like bitsandbytes' ``Int8Params``.
 
     Args:

@@ -31,7 +31,7 @@ from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.floats import FLOATS
 from streamload.codecs.ir import WIDEN, Vector
 from streamload.codecs.parts import Array, Part, check_source
-from streamload.codecs.product import Form, StoredForm
+from streamload.codecs.product import Form, Formed, StoredForm
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.weights import Layouts, QuantizedWeight, scale_beside
 from streamload.core.dtypes import BY_CODE, F32, DType
@@ -112,7 +112,7 @@ class Int8Values(Values):
         return codes.view(np.int8).astype(np.float32)
 
 
-class _Int8Rows(Rows):
+class _Int8Rows(Rows, Formed):
     recipe = _Recipe()
     form = Form(Int8Values(), (("scales", "_scale"),))
 

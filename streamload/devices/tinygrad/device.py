@@ -32,9 +32,9 @@ from tinygrad.uop.ops import UOp
 
 from streamload.core.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.core.system import address_of, bytes_at
-from streamload.devices import cuda
 from streamload.devices.allocators import ObjectCosts, TensorCosts
 from streamload.devices.base import Device, DeviceInfo, DTypeStatus, StagedElements, Staging, Ticket
+from streamload.devices.cuda_copies import Copies
 from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
@@ -297,7 +297,7 @@ class _OpenCLDevice(TinygradDevice):
         self._enqueue("clEnqueueReadBuffer", buffer._buf, True, start, len(out), target)
 
 
-class _CUDADevice(cuda.Copies, TinygradDevice):
+class _CUDADevice(Copies, TinygradDevice):
     """CUDA: the driver's own calls copy from page-locked slots, in tinygrad's context.
 
     tinygrad launches kernels on the null stream; copies run on streams that do not wait for it.
@@ -310,7 +310,7 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
         TinygradDevice.__init__(self, name)
         context = context_of(self._device)
         assert context is not None, "libcuda.so.1 cannot be loaded"
-        cuda.Copies.__init__(self, context, lambda buffer: int(buffer._buf.value))
+        Copies.__init__(self, context, lambda buffer: int(buffer._buf.value))
 
     @property
     def info(self) -> DeviceInfo:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tinygrad import Tensor, dtypes, nn
 
+from streamload.codecs.product import operands
 from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.codecs.schemes.gguf import BLOCK
 from streamload.core.dtypes import F32
@@ -90,7 +91,7 @@ class QuantLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``: (..., in) becomes (..., out), in the dtype of ``x``."""
-        names = CodedWeight(self.format, self.shape).operands("weight")
+        names = [part.name("weight") for part in operands(CodedWeight(self.format, self.shape))]
         weight = Weight(self.format, self.shape, [getattr(self, n) for n in names], self.bias)
         found = product(x, weight, _expression)
         return _expression(x, weight) if found is None else found

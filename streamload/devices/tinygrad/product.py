@@ -17,6 +17,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops, UOp
 
+from streamload.codecs.product import coded_form, operands
 from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch, product_ptx
 from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.codecs.scheme import CodedWeight
@@ -73,8 +74,7 @@ def _kernel(
     from tinygrad.renderer import Estimates
     from tinygrad.uop.ops import KernelInfo, ProgramInfo
 
-    (rows, width), made = coded.matrix, coded.made
-    form = made.form
+    (rows, width), form = coded.matrix, coded_form(coded)
     if form is None or not form.per_row(width):
         return None
     splits, blocks = launch(form, rows, width, tokens)
@@ -114,8 +114,7 @@ def _kernel(
         return tuple(of[role].uop if role in of else None for role in roles)
 
     program = UOp(Ops.PROGRAM, src=sources, arg=info)
-    kinds = {part.suffix: TO_TINYGRAD[part.dtype.name] for part in made.parts}
-    expected = [kinds[suffix] for suffix in ("", *(suffix for _, suffix in form.parts))]
+    expected = [TO_TINYGRAD[part.dtype.name] for part in operands(coded)]
     return _Kernel(program, roles, parts, expected, gradients)
 
 

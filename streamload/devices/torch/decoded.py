@@ -10,13 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from streamload.devices.torch.quantized import Coded
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -56,7 +53,7 @@ class Origin:
     """
 
     values: torch.Tensor
-    holder: Coded
+    holder: Any  # a `quantized.Coded`, which imports this file
     leaf: str
     transposed: bool = False
     partial: bool = False

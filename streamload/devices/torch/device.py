@@ -1,7 +1,7 @@
 """The devices of torch; its tensors and modules are in `torch.tensors`.
 
-The CPU's memory is written in place. All other backends are staged: CUDA by `devices.cuda`, the
-others through plain memory and torch's own blocking copies.
+The CPU's memory is written in place. All other backends are staged: CUDA by `devices.cuda_copies`,
+the others through plain memory and torch's own blocking copies.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from streamload.devices.base import (
     Swap,
     Ticket,
 )
+from streamload.devices.cuda_copies import Copies
 from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
@@ -366,7 +367,7 @@ class ROCmDevice(TorchDevice):
         return {name: int(getattr(torch.cuda, name)(self.torch_device)) for name in names}
 
 
-class CUDADevice(cuda.Copies, ROCmDevice):
+class CUDADevice(Copies, ROCmDevice):
     """An NVIDIA GPU: the driver's own calls copy to it from page-locked slots."""
 
     threads = 16
@@ -375,7 +376,7 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         ROCmDevice.__init__(self, name)
         self._index = self.torch_device.index
         context = cuda.Context.primary(name, self._index)
-        cuda.Copies.__init__(self, context, torch.Tensor.data_ptr)
+        Copies.__init__(self, context, torch.Tensor.data_ptr)
 
     @property
     def info(self) -> DeviceInfo:

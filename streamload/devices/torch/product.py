@@ -26,8 +26,10 @@ from streamload.codecs.product import (
     MOST_TOKENS,
     Form,
     StoredForm,
+    coded_form,
     compile_product,
     float_bits,
+    operands,
 )
 from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch, product_ptx
 from streamload.codecs.scheme import CodedWeight, layout_of
@@ -97,11 +99,8 @@ def _dtypes(format: str, width: int) -> list[torch.dtype]:
     """Return the dtypes of `Operand.parts`; none for a format whose name states them."""
     if _stored_form(format) is not None:
         return []
-    made = CodedWeight(format, (1, width)).made
-    parts = {part.suffix: getattr(torch, part.dtype.name) for part in made.parts}
-    if made.form is None:
-        return [*parts.values()]
-    return [parts[suffix] for suffix in ("", *(suffix for _, suffix in made.form.parts))]
+    coded = CodedWeight(format, (1, width))
+    return [getattr(torch, part.dtype.name) for part in operands(coded)]
 
 
 def _is_readable(of: Operand) -> bool:
@@ -120,7 +119,7 @@ def _stored_form(format: str) -> Form | None:
 
 @cache
 def _form(format: str, width: int) -> Form | None:
-    return _stored_form(format) or CodedWeight(format, (1, width)).made.form
+    return _stored_form(format) or coded_form(CodedWeight(format, (1, width)))
 
 
 def offset_of(state: torch.Tensor) -> float:

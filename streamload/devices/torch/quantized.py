@@ -21,6 +21,7 @@ from torch import nn
 
 from streamload.codecs.encode import Quantized
 from streamload.codecs.parts import SOURCES, QuantCounts
+from streamload.codecs.product import coded_form, operands
 from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
@@ -92,7 +93,7 @@ class Coded(nn.Module):
             each = rows // coded.shape[0]
             first = range(coded.shape[0])[index] * each
             stop = first + each
-        of = _traced_operands if torch.compiler.is_compiling() else CodedWeight.operands
+        of = _traced_operands if torch.compiler.is_compiling() else _operands
         parts = [self._buffers[name] for name in of(coded, leaf)]
         if device is not None and parts[0].device != device:
             parts = [part.to(device) for part in parts]
@@ -265,10 +266,15 @@ class Coded(nn.Module):
         unexpected[:] = [name for name in unexpected if name not in own]
 
 
+@cache
+def _operands(coded: CodedWeight, leaf: str) -> list[str]:
+    return [part.name(leaf) for part in operands(coded)]
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _traced_operands(coded: CodedWeight, leaf: str) -> list[str]:
-    """Return `CodedWeight.operands`, which a compiler takes as a constant."""
-    return coded.operands(leaf)
+    """Return the names of `operands`, which a compiler takes as a constant."""
+    return _operands(coded, leaf)
 
 
 _ENCODED = {getattr(torch, src.name): src for src in SOURCES}
@@ -441,7 +447,7 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 @cache
 def computed() -> tuple[str, ...]:
     """Return the names of the formats that modules compute with."""
-    return tuple(name for name in SCHEMES if CodedWeight(name, (1, 256)).made.form is not None)
+    return tuple(name for name in SCHEMES if coded_form(CodedWeight(name, (1, 256))))
 
 
 _Place = tuple[nn.Module, str]
