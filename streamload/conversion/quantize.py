@@ -174,9 +174,18 @@ def described(
     transformers opens no weights of this format in the model.
     """
     codes = {p[0].name: p[0] for p in made.values() if p[0].coding is not None}
-    if not codes:
+    by_format: dict[str, list[str]] = {}
+    for name, group in checkpoint.groups.items():
+        if name in checkpoint.stored and name in made:  # its blocks stay as the file has them
+            by_format.setdefault(group.kind, []).append(made[name][0].name)
+    if not codes and not by_format:
         return {}, []
-    names = sorted({each.coding.format for each in codes.values() if each.coding is not None})
+    kept = bool(by_format)
+    for name, each in codes.items():
+        assert each.coding is not None, name
+        by_format.setdefault(each.coding.format, []).append(name)
+    names = sorted(by_format)
+    own = {"quantization_config": {"quant_method": OWN_METHOD, "formats": by_format}}
     left = [
         each.name.removesuffix(_WEIGHT)
         for each, *_ in made.values()
@@ -189,22 +198,17 @@ def described(
         left.append(_HEAD)
     if verdict is not None and verdict.modules is not None:
         left = verdict.modules
-    elif verdict is not None and verdict.said is not None:
+    elif not kept and verdict is not None and verdict.said is not None:
         return {"quantization_config": dict(verdict.said)}, [
             f"the weights are {' and '.join(names)}, for which transformers has no modules: "
             "streamload.transformers.from_pretrained opens them, and load_state_dict of tinygrad's "
             "models"
         ]
-    found = [SCHEMES[name].config(left, main) for name in names]
+    found = [None if kept else SCHEMES[name].config(left, main) for name in names]
     config = found[0]
     if config is None or any(other != config for other in found):
         why = "no quantization_config says both" if config else "transformers has no such weights"
-        by_format: dict[str, list[str]] = {}
-        for name, each in codes.items():
-            assert each.coding is not None, name
-            by_format.setdefault(each.coding.format, []).append(name)
-        said = {"quant_method": OWN_METHOD, "formats": by_format}
-        return {"quantization_config": said}, [
+        return own, [
             f"the weights are {' and '.join(names)}, and {why}: only streamload reads them, for "
             "tinygrad into the modules of streamload.nn"
         ]

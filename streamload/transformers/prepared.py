@@ -96,6 +96,7 @@ class Prepared:
                 )
             model = wanted.distribution.apply(model)
         quantized.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer, outer))
+        checkpoint = quantized.checkpoint
         if wanted.converted is not None:
             names = Names.of_converted(model, checkpoint, wanted.converted)
         else:

@@ -322,6 +322,31 @@ def test_what_is_saved_is_opened_and_offloaded(mixed: Path, tmp_path: Path) -> N
     assert torch.equal(logits(streamed), logits(model))
 
 
+def test_blocks_that_a_conversion_keeps_are_opened(mixed: Path, tmp_path: Path) -> None:
+    """config.json names their types; the embedding, which a module needs in floats, gets some."""
+    streamload.convert(mixed, tmp_path, dtype="checkpoint", progress=False)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert "model.embed_tokens.weight" in said["formats"]["q4_k"]
+    model, expected = (
+        load(path, dtype="float16", quant=quant)
+        for path, quant in ((tmp_path, None), (mixed, "stored"))
+    )
+    assert held(model) == held(expected) and torch.equal(logits(model), logits(expected))
+    (note,) = (n for n in model.streamload_report.notes if n.startswith("dequantised"))
+    assert "(model.embed_tokens.weight)" in note
+
+
+def test_a_conversion_keeps_blocks_and_quantises_floats(tmp_path: Path) -> None:
+    """Of one file."""
+    tensors, path = tensors_of(model := small_model("llama")), tmp_path / "model.gguf"
+    types = {n: "Q5_1" for n in quantized_types(tensors, "") if "ffn" in n}
+    write(path, tensors, types, config=model.config)
+    quant = {"*self_attn*": "nf4"}
+    streamload.convert(path, tmp_path / "out", dtype="checkpoint", quant=quant, progress=False)
+    found = held(load(tmp_path / "out"))
+    assert sorted(found.values()) == ["nf4"] * 8 + ["q5_1"] * 6
+
+
 def test_a_filled_model_is_filled_again(mixed: Path, tmp_path: Path) -> None:
     """With blocks of the same types, or floats; others are refused before anything is read."""
     model = small_model("llama")

@@ -155,18 +155,19 @@ def test_shards_make_the_same_model(tmp_path: Path, name: str) -> None:
 
 
 def test_the_rest_is_cast_and_packed_weights_are_not(tmp_path: Path) -> None:
-    """Another dtype changes norms and embeddings, and leaves weights and scales as they are."""
-    OWN["fp8-blocks"](tmp_path)
-    model = load(tmp_path, dtype="float32")
+    """Another dtype changes norms, biases and embeddings, and leaves weights and scales."""
+    fp8((32, 32), "Qwen2")(tmp_path)
+    model = load(tmp_path, dtype="float16")
     dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in model.state_dict().items()}
     assert dtypes == {
-        "weight": torch.float32,  # the head's, which comes last
+        "weight": torch.float16,  # the head's, which comes last
         "weight_scale_inv": torch.float32,
+        "bias": torch.float16,
     }
     assert model.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
-    assert model.model.norm.weight.dtype is torch.float32
+    assert model.model.norm.weight.dtype is torch.float16
     close = {"rtol": 0.02, "atol": 0.02}
-    torch.testing.assert_close(logits(model), logits(load(tmp_path)).float(), **close)
+    torch.testing.assert_close(logits(model).float(), logits(load(tmp_path)).float(), **close)
 
 
 def test_a_budget_holds_what_is_stored(tmp_path: Path) -> None:

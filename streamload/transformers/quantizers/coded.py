@@ -23,7 +23,7 @@ from streamload.codecs.weights import QuantizedWeight
 from streamload.core.dtypes import F32, PACKED
 from streamload.devices.names import framework
 from streamload.devices.torch.quantized import computed
-from streamload.errors import CheckpointError
+from streamload.errors import CheckpointError, listed
 from streamload.loading.place import Devices
 from streamload.planning.dequantize import dequantized
 from streamload.transformers.configuration import folder_of, placeholder
@@ -74,13 +74,28 @@ class CodedCheckpoint(QuantizedCheckpoint):
         return cls(checkpoint, CodedQuantizer(CodedConfig(**stated)), formats=formats)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Put meta buffers for weights into modules; CheckpointError if no module can hold one."""
+        """Put meta buffers for weights into modules; CheckpointError if no module can hold one.
+
+        Blocks of parameters that modules need as floats, such as embeddings, are dequantized.
+        """
         self.put(model, renames())
 
     def put(self, model: Any, named: Callable[[str], tuple[str, Any]]) -> None:
         """Do so by the names in the model that ``named`` returns, first of a pair, for tensors."""
         formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
         swap = framework("torch").swap(model, formats)
+        floats = [
+            tensor
+            for tensor in self.formats
+            if tensor in self.checkpoint.groups
+            and (named(tensor)[1] is not None or named(tensor)[0] in swap.refused)
+        ]
+        if floats:
+            self.checkpoint = dequantized(self.checkpoint, floats)
+            self.formats = {t: format for t, format in self.formats.items() if t not in floats}
+            formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
+            swap = framework("torch").swap(model, formats)
+            self.notes.append(f"dequantised, for no module holds their blocks{listed(floats)}")
         for tensor in self.formats:
             name, _ = named(tensor)
             if name not in swap.coded:

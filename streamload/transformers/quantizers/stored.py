@@ -49,7 +49,7 @@ _FP8_CAPABILITY = (8, 9)
 def cast_biases(model: Any, before: Mapping[str, Any]) -> list[str]:
     """Return the names of modules that are not those ``before``; their biases get model.dtype.
 
-    bitsandbytes' modules make them in torch's default dtype, which transformers sets for a while.
+    These modules make them in torch's default dtype, which transformers sets for a while.
     """
     new = [name for name, module in model.named_modules() if before.get(name) is not module]
     for name in new:
@@ -150,7 +150,7 @@ class QuantizedCheckpoint(Quantization):
                 )
         except Exception as error:  # likewise
             self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
-        if self.method == "bitsandbytes":
+        if self.method in ("bitsandbytes", "fp8"):
             cast_biases(model, before)
         if self.method in ("bitsandbytes", "torchao", "mxfp4"):
             self._stage(model, renames())
