@@ -245,7 +245,9 @@ class Names:
         """Return why packed weights of float parameters cannot load: their scales match nothing."""
         modules: dict[str, list[str]] = {}
         for tensor in unexpected:
-            modules.setdefault(tensor.rpartition(".")[0], []).append(tensor)
+            owner = self.checkpoint.members.get(tensor)
+            name = tensor if owner is None else owner.name
+            modules.setdefault(name.rpartition(".")[0], []).append(tensor)
         out = []
         for tensor, name in self.first.items():
             stored, module = self.checkpoint.tensors[tensor].dtype, tensor.rpartition(".")[0]

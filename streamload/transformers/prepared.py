@@ -95,7 +95,11 @@ class Prepared:
                     expected="weights of floats",
                 )
             model = wanted.distribution.apply(model)
-        quantized.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer, outer))
+
+        def renames(*, of_quantizer: bool = True) -> Renames:
+            return Renames.of(model, mapping, quantizer if of_quantizer else None, outer)
+
+        quantized.prepare(model, devices, renames)
         checkpoint = quantized.checkpoint
         if wanted.converted is not None:
             names = Names.of_converted(model, checkpoint, wanted.converted)

@@ -1028,23 +1028,6 @@ KNOWN: tuple[Fault, ...] = (
         "source=int8 entrance=from_pretrained device=torch:cpu aftermath=again",
         "bitsandbytes' own modules of 8 bits cannot be loaded once more",
     ),
-    Fault(
-        lambda c: (
-            (c["source"], c["model"], c["entrance"]) == ("fp8", "bert", "from_pretrained")
-            and c["dtype"] in ("float16", "bfloat16", "patterns")
-        ),
-        "source=fp8 model=bert entrance=from_pretrained device=torch:cpu dtype=float16",
-        "the biases of modules of FP8 stay float32, whatever the dtype",
-    ),
-    Fault(
-        lambda c: (
-            c["source"] in ("gguf-q8_0", "gguf-q4_k")
-            and (c["entrance"], c["dtype"]) == ("convert", "checkpoint")
-            and (c["aftermath"], c["rename"]) == ("saved", "none")
-        ),
-        "source=gguf-q8_0 entrance=convert dtype=checkpoint aftermath=saved",
-        "config.json does not name the blocks that a conversion of GGUF leaves, and nothing opens",
-    ),
 )
 _SEED = 51
 _PARTS = 16

@@ -338,6 +338,35 @@ def test_a_weight_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4", "int8", "pack-quantized", "float-quantized", "fp8-blocks"])
+def test_a_tied_head_need_not_be_named(tmp_path: Path, name: str) -> None:
+    """It has no tensor, and computes with the embedding, though nothing says to skip it."""
+    library, make = MADE.get(name, ("transformers", OWN.get(name)))
+    needs_library(library)
+    make(tmp_path)
+    st.save_file(
+        {
+            n: t
+            for n, t in st.load_file(tmp_path / "model.safetensors").items()
+            if n != "lm_head.weight"
+        },
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    keys = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")
+    named = {**said, **{key: ["lm_head"] for key in keys if key in said}}
+    reconfigure(tmp_path, tie_word_embeddings=True, quantization_config=named)
+    expected = logits(load(tmp_path))
+    unnamed = {**said, **{key: [] for key in keys if key in said}}
+    reconfigure(tmp_path, quantization_config=unnamed)
+    model = load(tmp_path)
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.slow
 def test_a_packed_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None:
     """A module that config.json leaves out of what bitsandbytes has gets no packed bytes."""
     needs_library("bitsandbytes")

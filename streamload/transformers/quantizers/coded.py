@@ -73,7 +73,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
             )
         return cls(checkpoint, CodedQuantizer(CodedConfig(**stated)), formats=formats)
 
-    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+    def prepare(self, model: Any, devices: Devices, renames: Callable[..., Renames]) -> None:
         """Put meta buffers for weights into modules; CheckpointError if no module can hold one.
 
         Blocks of parameters that modules need as floats, such as embeddings, are dequantized.

@@ -86,7 +86,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
         )
         return cls(checkpoint, quantizer, stays=stays, format=format)
 
-    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+    def prepare(self, model: Any, devices: Devices, renames: Callable[..., Renames]) -> None:
         """Put modules of bitsandbytes into a model on the meta device; ValueError if that fails."""
         names, device_map = placed(devices)
         before = dict(model.named_modules())

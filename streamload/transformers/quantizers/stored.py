@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +61,31 @@ def cast_biases(model: Any, before: Mapping[str, Any]) -> list[str]:
     return new
 
 
+@contextmanager
+def _set_aside(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Hide modules inside a ``with``, by their names, from quantizers that would change them."""
+    for name in modules:
+        model.set_submodule(name, nn.Identity())
+    yield
+    for name, module in modules.items():
+        model.set_submodule(name, module)
+
+
+def _tied_linears(model: Any, quantized: Callable[[], Set[str]]) -> dict[str, nn.Module]:
+    """Return the Linears that share their weight, by name, if it is not among the `quantized`.
+
+    A ``quantization_config`` need not name these, for no tensor is theirs.
+    """
+    held = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {n: m for n, m in model.named_modules() if held[id(getattr(m, "weight", None))] > 1}
+    stored = quantized() if tied else ()
+    return {
+        name: module
+        for name, module in tied.items()
+        if isinstance(module, nn.Linear) and f"{name}.weight" not in stored
+    }
+
+
 @dataclass(slots=True)
 class Quantization:
     """The steps of a load that quantized weights need; here none, for models of floats."""
@@ -69,11 +96,12 @@ class Quantization:
     beside_nbytes: int = 0  # besides the weights, in the model's first run
     stays: str = ""  # why the model cannot be offloaded
 
-    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+    def prepare(self, model: Any, devices: Devices, renames: Callable[..., Renames]) -> None:
         """Put modules for quantized weights into a model on the meta device.
 
         Called before tensors are matched to parameters. `devices`: those of the load; `renames`:
-        returns the rules from names of tensors to names of the model, if they are needed.
+        returns the rules from names of tensors to names of the model, if they are needed; with
+        ``of_quantizer=False`` without those that need the quantizer's modules.
         """
 
     def check(self, model: Any, names: Names) -> None:
@@ -131,16 +159,21 @@ class QuantizedCheckpoint(Quantization):
             raise CheckpointError(path, problem, found=method) from error
         return cls(checkpoint, quantizer, method=method)
 
-    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+    def prepare(self, model: Any, devices: Devices, renames: Callable[..., Renames]) -> None:
         """Put modules of transformers' quantizer into a model on the meta device."""
         names, device_map = placed(devices)
         config, before = self.quantizer.quantization_config, dict(model.named_modules())
+
+        def stored(named: Renames) -> Set[str]:
+            return {named(group.name)[0] for group in self.checkpoint.groups.values()}
+
+        tied = _tied_linears(model, lambda: stored(renames(of_quantizer=False)))
         try:
             if self.method in ("fp8", "mxfp4"):  # asks for a GPU, or dequantises
                 config.dequantize = self.method == "mxfp4"
             else:
                 self.quantizer.validate_environment(device_map=device_map, weights_only=True)
-            with torch.device("meta"):
+            with torch.device("meta"), _set_aside(model, tied):
                 self.quantizer.preprocess_model(
                     model=model,
                     dtype=model.dtype,
@@ -181,9 +214,7 @@ class QuantizedCheckpoint(Quantization):
         if self.method == "fp8":
             from streamload.transformers.quantizers import fp8 as packed
 
-            named = renames()
-            weights = {named(group.name)[0] for group in self.checkpoint.groups.values()}
-            packed.as_stored(model, weights, model.dtype)
+            packed.as_stored(model, stored(renames()), model.dtype)
             if not _has_fp8_kernels(names):
                 if left := packed.keep_packed(model):
                     self._refuse(f"{left} of transformers needs kernels for FP8", names)
