@@ -46,6 +46,7 @@ from streamload.core.units import format_bytes, format_table, parse_bytes, round
 from streamload.errors import CheckpointError, UnsupportedCastError, printed
 from streamload.files.header import SAFETENSORS, is_text
 from streamload.files.local import ResolvedKind
+from streamload.formats.gguf.sizes import check_config
 from streamload.formats.imatrix import Importance, read_imatrix
 from streamload.formats.safetensors import parse_header
 from streamload.formats.writer import (
@@ -406,6 +407,7 @@ def plan_conversion(
         for key, value in said.items()
     ]
     if writer.keeps_companions:
+        check_config(model, checkpoint.members)
         by_tensor = {each[0].info.name: each for listed in lists for each in listed}
         notes += options.notes
         notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options, said)

@@ -2,8 +2,9 @@
 
 Sources: ``Config`` of models in mistralrs 0.9 and of candle's examples, which need ``rope_theta``
 at the top of config.json, and ``ModelArgs`` of models in mlx-lm 0.32, which default to 10,000 for
-it and to tied embeddings. All of them open ``model.safetensors``, or several files by
-``model.safetensors.index.json`` (mlx-lm: ``model*.safetensors``), with Hugging Face's names.
+it and to tied embeddings, and need ``n_ctx`` of GPT-2. All of them open ``model.safetensors``, or
+several files by ``model.safetensors.index.json`` (mlx-lm: ``model*.safetensors``), with Hugging
+Face's names; mlx-lm GPT-2 as it was published, without "transformer.".
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from streamload.files.header import SAFETENSORS
 from streamload.planning.quant_policy import QuantArgument
 
 _TEXT = "text_config"  # the text model's section of a model with several
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # kinds of layers in transformers 5
 _HEADS = ("lm_head.weight", "output.weight")
+_OF_GPT2 = "transformer."
 _DTYPE = "float16"
 
 #: By runtime, the reason for float16 if users choose no dtype.
@@ -52,9 +55,17 @@ def config_for(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return keys to add to the model's ``config`` for a runtime, and sentences for users.
 
-    ``names``: names of all output tensors.
+    ``names``: names of all output tensors. Raises ValueError for names that the runtime lacks.
     """
+    is_gpt2 = config.get("model_type") == "gpt2"
+    if runtime == "mlx" and is_gpt2 and any(name.startswith(_OF_GPT2) for name in names):
+        raise ValueError(
+            f'mlx-lm has the names of GPT-2 without "{_OF_GPT2}": '
+            f'rename=lambda name: name.removeprefix("{_OF_GPT2}") (--rename "{_OF_GPT2}*=*")'
+        )
     said = _rope(config)
+    if is_gpt2 and "n_ctx" not in config and "n_positions" in config:
+        said["n_ctx"] = config["n_positions"]
     keys = list(said)
     text = config.get(_TEXT)
     if isinstance(text, Mapping) and (inner := _rope(text)):
@@ -71,13 +82,22 @@ def config_for(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` of transformers 5 under earlier keys; {} if not needed."""
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping) or "rope_theta" not in rope:
+    """Return ``rope_parameters`` of transformers 5 under earlier keys; {} if not needed.
+
+    Models whose layers attend to a window, or to all tokens, have parameters for each kind.
+    """
+    given = config.get("rope_parameters")
+    if not isinstance(given, Mapping):
         return {}
+    rope, local = given.get(_FULL, given), given.get(_SLIDING)
     said: dict[str, Any] = {}
-    if "rope_theta" not in config:
+    if isinstance(rope, Mapping) and "rope_theta" in rope:
         said["rope_theta"] = rope["rope_theta"]
-    if config.get("rope_scaling") is None and rope.get("rope_type", "default") != "default":
-        said["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return said
+        if config.get("rope_scaling") is None and rope.get("rope_type", "default") != "default":
+            said["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    if isinstance(local, Mapping) and "rope_theta" in local:
+        said["rope_local_base_freq"] = local["rope_theta"]
+        kinds = config.get("layer_types")
+        if isinstance(kinds, list) and _FULL in kinds:
+            said["sliding_window_pattern"] = kinds.index(_FULL) + 1
+    return {key: value for key, value in said.items() if config.get(key) is None}

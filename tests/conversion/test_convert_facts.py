@@ -87,24 +87,72 @@ def test_a_head_of_the_same_values_is_stored_once(tmp_path: Path, target: str) -
     assert not any("tie_word_embeddings" in note for note in report.plan.notes)
 
 
+@pytest.mark.parametrize("target", ["gguf", "safetensors", "mlx"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_gguf_of_other_shapes_is_refused(tmp_path: Path, family: str) -> None:
-    """By the metadata a reader would build another model: the tensor is named, nothing written."""
+def test_other_shapes_are_refused(tmp_path: Path, family: str, target: str) -> None:
+    """By the settings a reader would build another model: the tensor is named, nothing written."""
     widths = {"gpt2": "n_embd"}.get(family, "hidden_size")
     depth = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
     inner = {"gpt2": "n_inner"}.get(family, "intermediate_size")
     for key, value, said in (
         (widths, 128, "shape is not that of a model by the settings"),
         (inner, 32, r"mlp\..*shape is not that of a model by the settings"),
-        (depth, 3, r"layer 2 has no tensor.*expected 3 layers.*found 2 layers"),
-        (depth, 1, "more layers than config.json states: expected num_hidden_layers 2, found 1"),
+        (
+            depth,
+            3,
+            rf"layer 2 has no tensor.*expected (3 layers.*found 2 layers|{depth} 2, found 3)",
+        ),
+        (depth, 1, r"more layers than config.json states: expected \w+ 2, found 1"),
     ):
         source = write_model(tmp_path / key / str(value), family)
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(CheckpointError, match=said):
-            quiet(source, tmp_path / "out", to="gguf")
+            quiet(source, tmp_path / "out", **TARGETS[target])
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "said"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias of config.json is not that of its"),
+        ("llama", {"mlp_bias": True}, r"mlp_bias of .*: expected False, found True"),
+        ("gpt2", {"tie_word_embeddings": False, "architectures": ["GPT2LMHeadModel"]}, "the head"),
+    ],
+)
+def test_tensors_that_settings_want(
+    tmp_path: Path, family: str, config: dict[str, Any], said: str
+) -> None:
+    """Readers would open the result with random numbers in their place, or not at all."""
+    source = write_model(tmp_path / "in", family, tokenizer=False)
+    stated = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(stated | config))
+    with pytest.raises(CheckpointError, match=said):
+        quiet(source, tmp_path / "out", dtype="float32")
+    quiet(source, tmp_path / "part", exclude="*.1.*", dtype="float32")
+
+
+def test_what_is_no_other_model_is_written(tmp_path: Path) -> None:
+    """Codes, a part of the layers, layers that predict more tokens, sizes that are not stated."""
+    source = write_model(tmp_path / "in", "llama", tokenizer=False)
+    quiet(source, tmp_path / "part", select=["model.layers.1.*", "model.norm.*"])
+    quiet(tmp_path / "part", tmp_path / "again", dtype="float32")
+    quiet(source, tmp_path / "nf4", quant="nf4")
+    quiet(tmp_path / "nf4", tmp_path / "copied")
+    quiet(tmp_path / "nf4", tmp_path / "plain", dtype="float32")
+    gpt2 = write_model(tmp_path / "gpt2", "gpt2", tokenizer=False)
+    quiet(gpt2, tmp_path / "q8_0", quant="q8_0")
+    quiet(tmp_path / "q8_0", tmp_path / "conv1d", dtype="float32")
+    tensors = {n: (t.code, shape, data) for n, (t, shape, data) in tensors_of(source).items()}
+    more = {n.replace(".1.", ".2."): each for n, each in tensors.items() if ".1." in n}
+    more["model.layers.2.enorm.weight"] = ("F32", (2, 2), bytes(16))
+    write_safetensors(source / SINGLE, tensors | more)
+    quiet(source, tmp_path / "mtp", dtype="float32")
+    mistral = write_model(tmp_path / "mistral", "mistral", tokenizer=False)
+    config = json.loads((mistral / "config.json").read_text())
+    del config["num_key_value_heads"]  # transformers' own is 8
+    (mistral / "config.json").write_text(json.dumps(config))
+    quiet(mistral, tmp_path / "unstated", dtype="float32")
 
 
 @pytest.mark.parametrize("target", TARGETS)

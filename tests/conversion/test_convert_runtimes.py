@@ -12,6 +12,7 @@ import needs
 import numpy as np
 import pytest
 from conversions import quiet, tensors_of
+from gguf_files import small_model
 from make_checkpoint import make_checkpoint, shape_of_size
 
 from streamload.conversion.runtimes import RUNTIMES
@@ -87,6 +88,20 @@ def test_a_model_inside_another_one(tmp_path: Path) -> None:
     assert "for mlx, config.json says rope_theta in text_config itself" in report.plan.notes
     found = said(tmp_path / "out")["text_config"]
     assert found == {**text, "dtype": "float16", "rope_theta": 7.0}
+
+
+def test_rope_of_kinds_of_layers(tmp_path: Path) -> None:
+    """Gemma 3's as transformers 5 has it: mlx-lm and candle know it by three keys."""
+    linear = {"factor": 8.0, "rope_theta": 1e6, "rope_type": "linear"}
+    local = {"rope_theta": 1e4, "rope_type": "default"}
+    rope = {"full_attention": linear, "sliding_attention": local}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    path = source(tmp_path / "in", rope_theta=None, rope_parameters=rope, layer_types=kinds)
+    quiet(path, tmp_path / "out", runtime="mlx")
+    found = said(tmp_path / "out")
+    assert (found["rope_theta"], found["rope_local_base_freq"]) == (1e6, 1e4)
+    assert found["rope_scaling"] == {"factor": 8.0, "rope_type": "linear"}
+    assert found["sliding_window_pattern"] == 2
 
 
 def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
@@ -208,6 +223,29 @@ def test_candle_computes_the_same(trained: Path, tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("said ")]
     found = [json.loads(line.removeprefix("said ")) for line in lines]
     assert found == [expected(tmp_path / "out", prompt, 12)[1] for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+def test_mlx_computes_what_has_other_settings(tmp_path: Path, family: str) -> None:
+    """Of what transformers saved it takes another rope, or opens nothing."""
+    utils, mx = needs.runtime("mlx_lm.utils"), needs.runtime("mlx.core")
+    torch, model = needs.module("torch"), small_model(family)
+    model.save_pretrained(tmp_path / "in")
+    options: dict[str, Any] = {"runtime": "mlx", "dtype": "float32"}
+    if family == "gpt2":
+        with pytest.raises(
+            ValueError, match=r'mlx-lm has the names of GPT-2 without "transformer\."'
+        ):
+            quiet(tmp_path / "in", tmp_path / "none", **options)
+        options["rename"] = lambda name: name.removeprefix("transformer.")
+    quiet(tmp_path / "in", tmp_path / "out", **options)
+    ids = list(range(3, 35))
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0].numpy()
+    loaded, _ = utils.load_model(tmp_path / "out")
+    found = np.array(loaded(mx.array([ids])).astype(mx.float32))[0]
+    assert np.abs(found - theirs).max() < 1e-4
 
 
 @pytest.mark.slow

@@ -92,56 +92,6 @@ def metadata(
     }
 
 
-def expected_shapes(found: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return by module of GGUF the shape that its weight has by a file's metadata ``found``.
-
-    A bias has all axes but the last. Modules and axes that the metadata do not state are left out.
-    """
-    name = found["general.architecture"]
-    keys = ("embedding_length", "feed_forward_length", "vocab_size", "context_length")
-    width, inner, rows, context = (found.get(f"{name}.{key}") for key in keys)
-    heads = found.get(f"{name}.attention.head_count")
-    shared = found.get(f"{name}.attention.head_count_kv", heads)
-    if not (width and heads and shared):
-        return {}
-    size = found.get(f"{name}.attention.key_length", width // heads)
-    queries, keys_rows = heads * size, shared * size
-    experts, own, together = (
-        found.get(f"{name}.expert_{key}")
-        for key in ("count", "feed_forward_length", "shared_feed_forward_length")
-    )
-    up = 2 * inner if name == "phi3" and inner else inner
-    per_head = name == "stablelm"
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "token_embd": (rows, width),
-        "output": (rows, width),
-        "position_embd": (context, width),
-        "output_norm": (width,),
-        "blk.{}.attn_q": (queries, width),
-        "blk.{}.attn_k": (keys_rows, width),
-        "blk.{}.attn_v": (keys_rows, width),
-        "blk.{}.attn_qkv": (queries + 2 * keys_rows, width),
-        "blk.{}.attn_output": (width, queries),
-        "blk.{}.attn_q_norm": (heads, size) if per_head else (size,),
-        "blk.{}.attn_k_norm": (shared, size) if per_head else (size,),
-        "blk.{}.ffn_gate": (inner, width),
-        "blk.{}.ffn_up": (up, width),
-        "blk.{}.ffn_down": (width, inner),
-        "blk.{}.ffn_gate_inp": (experts, width),
-        "blk.{}.ffn_gate_inp_shexp": (width,),
-    }
-    for ours, count, length in (("exps", (experts,), own), ("shexp", (), together)):
-        shapes |= {f"blk.{{}}.ffn_{of}_{ours}": (*count, length, width) for of in ("gate", "up")}
-        shapes[f"blk.{{}}.ffn_down_{ours}"] = (*count, width, length)
-    norms = ("attn_norm", "attn_norm_2", "ffn_norm", "post_attention_norm", "post_ffw_norm")
-    shapes |= {f"blk.{{}}.{norm}": (width,) for norm in norms}
-    return {
-        module: tuple(n for n in shape if n is not None)
-        for module, shape in shapes.items()
-        if None not in shape
-    }
-
-
 def numbers(entries: Sequence[Described]) -> dict[str, int]:
     """Return the metadata on the types of a file's tensors."""
     nbytes: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -90,11 +90,7 @@ def config_of(
         found["n_ctx"] = found.get("n_positions")
     else:
         found |= _rope_of(architecture, metadata, found, rope)
-    if model in ("llama", "qwen3", "qwen3_moe"):
-        found["attention_bias"] = "blk.0.attn_q.bias" in shapes
-    if model == "llama":
-        found["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
-    found |= _of_windows(architecture, metadata, found) | _of_tensors(model, found, shapes)
+    found |= _of_windows(architecture, metadata, found) | of_tensors(model, found, shapes)
     found |= {ours: metadata[key] for key, ours in TOKENS.items() if type(metadata.get(key)) is int}
     padding = found.pop("pad_token_id", None)
     words = found.get("vocab_size")
@@ -138,29 +134,30 @@ def _layer_types(pattern: Any, layers: int) -> list[str]:
     return [_FULL if not pattern or (at + 1) % pattern == 0 else _SLIDING for at in range(layers)]
 
 
-def _of_tensors(
-    model: str, found: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    """Return the settings that the tensors of a file say."""
+def of_tensors(
+    model: str, found: Mapping[str, Any], names: Collection[str]
+) -> dict[str, bool | int | None]:
+    """Return settings of a ``model_type`` that its tensors state, by GGUF's names."""
+    out: dict[str, bool | int | None] = {}
+    if model in ("llama", "qwen3", "qwen3_moe"):
+        out["attention_bias"] = "blk.0.attn_q.bias" in names
+    if model == "llama":
+        out["mlp_bias"] = "blk.0.ffn_up.bias" in names
     if model == "stablelm":
-        return {
-            "use_qkv_bias": "blk.0.attn_q.bias" in shapes,
-            "qk_layernorm": "blk.0.attn_q_norm.weight" in shapes,
-            "use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes,
-        }
+        out["use_qkv_bias"] = "blk.0.attn_q.bias" in names
+        out["qk_layernorm"] = "blk.0.attn_q_norm.weight" in names
+        out["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
     if model == "qwen2_moe":
-        return {"qkv_bias": "blk.0.attn_q.bias" in shapes}
+        out["qkv_bias"] = "blk.0.attn_q.bias" in names
     if model == "falcon":
-        keys, two = found.get("num_kv_heads", 1), "blk.0.attn_norm_2.weight" in shapes
+        keys, two = found.get("num_kv_heads", 1), "blk.0.attn_norm_2.weight" in names
         is_new = two or keys > 1
-        return {
-            "num_kv_heads": keys,
-            "multi_query": keys == 1,
-            "new_decoder_architecture": is_new,
-            "num_ln_in_parallel_attn": (2 if two else 1) if is_new else None,
-            "bias": "blk.0.attn_qkv.bias" in shapes,
-        }
-    return {}
+        out["num_kv_heads"] = keys
+        out["multi_query"] = keys == 1
+        out["new_decoder_architecture"] = is_new
+        out["num_ln_in_parallel_attn"] = (2 if two else 1) if is_new else None
+        out["bias"] = "blk.0.attn_qkv.bias" in names
+    return out
 
 
 def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
@@ -185,17 +182,11 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if architecture is None:
         raise ValueError(f"model_type is one of {', '.join(OF_MODEL)}, not {model!r}")
     rope = _rope(config)
-    given = {**config, "rope_theta": rope.get("rope_theta"), "head_dim": head_size(config)}
-    if architecture.name == "gpt2":
-        given["n_inner"] = config.get("n_inner") or 4 * _count(config, "n_embd")
-    elif given.get("num_key_value_heads") is None:
-        given["num_key_value_heads"] = given.get("num_attention_heads")
+    given = {**sized(architecture, config), "rope_theta": rope.get("rope_theta")}
     if str(model).startswith(("qwen2", "qwen3")):
         if _has_windows(config):
             raise ValueError("llama.cpp has no windows for Qwen: use_sliding_window is false there")
         given["sliding_window"] = None
-    if "expert_count" in architecture.settings:
-        given["num_experts"] = stated(config, "num_experts")
     found: dict[str, Any] = {ARCHITECTURE: architecture.name}
     found |= _of_model(architecture, given, rope)
     for key, ours in architecture.settings.items():
@@ -212,6 +203,22 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value
     scaling = _scaling_of(rope, config)
     return found | {f"{architecture.name}.rope.scaling.{key}": v for key, v in scaling.items()}
+
+
+def sized(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the sizes that follow from others, if it lacks them."""
+    given = {**config, "head_dim": head_size(config)}
+    if architecture.name == "gpt2":
+        given["n_inner"] = config.get("n_inner") or 4 * _count(config, "n_embd")
+    elif given.get("num_key_value_heads") is None:
+        given["num_key_value_heads"] = given.get("num_attention_heads")
+    if "expert_count" in architecture.settings:
+        given["num_experts"] = stated(config, "num_experts")
+    if architecture.name == "falcon":
+        given["ffn_hidden_size"] = given.get("ffn_hidden_size") or 4 * _count(given, "hidden_size")
+        if not given.get("new_decoder_architecture") and given.get("multi_query", True):
+            given["num_kv_heads"] = 1
+    return given
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:
@@ -251,10 +258,7 @@ def _of_model(
             _number({key: 1.0, **given}, key)
     if name == "falcon":
         out["falcon.tensor_data_layout"] = "jploski"  # of fused queries, keys and values
-        given["ffn_hidden_size"] = given.get("ffn_hidden_size") or 4 * _count(given, "hidden_size")
         given.setdefault("max_position_embeddings", 2048)
-        if not given.get("new_decoder_architecture") and given.get("multi_query", True):
-            given["num_kv_heads"] = 1
     if architecture.rotates_part:
         part = rope.get("partial_rotary_factor", 0.25 if name == "stablelm" else 1.0)
         size, of_width = _count(given, "head_dim"), head_size({**given, "head_dim": None})

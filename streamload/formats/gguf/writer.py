@@ -40,13 +40,13 @@ from streamload.formats.gguf.layout import (
 from streamload.formats.gguf.mixture import EMBEDDING, HEAD, MIXTURES, Mixer
 from streamload.formats.gguf.model import (
     architecture_of,
-    expected_shapes,
     metadata,
     numbers,
     rope_bytes,
     type_of,
 )
 from streamload.formats.gguf.names import is_computed
+from streamload.formats.gguf.sizes import check_head, check_shapes
 from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 from streamload.formats.imatrix import Importance
 from streamload.formats.writer import (
@@ -150,14 +150,8 @@ class GGUF(FormatWriter):
                 found[own] = self._target(own, name, target)
             else:
                 stacks.setdefault(own, {})[number] = found[own] = target  # in its place; see below
-        if EMBEDDING in found and HEAD not in found and self._is_tied is False:
-            raise CheckpointError(
-                model.path,
-                "the head is missing, and config.json does not tie it to the embedding "
-                "(tie_word_embeddings is false): save the model with it",
-                "lm_head.weight",
-                "no such tensor",
-            )
+        if EMBEDDING in found and HEAD not in found:
+            check_head(model, self._is_tied)
         for own, parts in stacks.items():
             whole = self._stacked(own, parts)
             found[own] = self._target(own, whole.name, whole)
@@ -303,18 +297,10 @@ class GGUF(FormatWriter):
 
     def _check_shapes(self, keys: Mapping[str, Any], described: Mapping[str, Described]) -> None:
         """Raise CheckpointError if a model by the file's metadata would have other tensors."""
-        shapes = expected_shapes(keys)
+        found = {own: (each.shape, self._targets[own].info.name) for own, each in described.items()}
+        check_shapes(self.model, keys, found)
         layers: dict[str, set[str]] = {}  # names in a layer, by its number
-        for name, entry in described.items():
-            expected = shapes.get(module_of(name), entry.shape)
-            expected = expected if name.endswith(".weight") else expected[:-1] or expected
-            if entry.shape != expected:
-                self.model.refuse(
-                    "its shape is not that of a model by the settings of config.json",
-                    list(expected),
-                    list(entry.shape),
-                    self._targets[name].info.name,
-                )
+        for name in described:
             if name.startswith("blk."):
                 _, number, inner = name.split(".", 2)
                 layers.setdefault(number, set()).add(inner)
