@@ -179,9 +179,10 @@ class Prepared:
         check_place(place)
         if place.owner is not None and (after := place.owner.followed_by(place.model)):
             raise OffloadError(
-                f"{checkpoint.path}: modules want to be called after a load, and the weights of "
-                f"layers are not there then: {', '.join(after[:8])}: remove their hooks "
-                "(register_load_state_dict_post_hook), or load the model whole"
+                f"{checkpoint.path}: modules have hooks that are called after a load "
+                "(register_load_state_dict_post_hook), and the weights of layers are not there "
+                f"then: {', '.join(after[:8])}: load the model whole, or, if they need no weights, "
+                "write module._load_state_dict_post_hooks.clear()"
             )
         match = place.match(Call(checkpoint, read, found), suggest)
         assert match is not None  # `check_place` has refused all but models
