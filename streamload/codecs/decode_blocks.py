@@ -11,7 +11,7 @@ Scales that are NaN or infinite make elements NaN or infinite, as in gguf-py.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_uint64, c_void_p
 from functools import partial
 
@@ -58,72 +58,104 @@ class Blocks(Layout):
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
-    ) -> _BlockDecoder:
+    ) -> BlockDecoder:
         """Return the decoder of a weight; see `decode.decoder_of`."""
         kernel = kernel_for(engine, lambda: compile_kernel(self))
-        cast = None
-        if dst is not F32:
-            cast = make_cast(F32, dst, engine=engine, out_of_range=out_of_range)
-        return _BlockDecoder(self, dst, kernel, cast)
+
+        def floats(source: Array, out: Array, first: int) -> None:
+            self._floats(kernel, source, out)
+
+        size = self.numel, self.nbytes
+        return BlockDecoder(self.name, size, dst, floats, engine, out_of_range, alike=True)
+
+    def _floats(self, kernel: Kernel | None, source: Array, out: Array) -> None:
+        blocks = source.size // self.nbytes
+        if kernel is not None:
+            at, to = (array.__array_interface__["data"][0] for array in (source, out))
+            kernel(at, to, blocks)
+            return
+        flat, width = out.view(np.uint8), 4 * self.numel
+        for at in range(0, blocks, _ORACLE_BLOCKS):
+            some = source[at * self.nbytes : (at + _ORACLE_BLOCKS) * self.nbytes]
+            with np.errstate(all="ignore"):
+                made = self.decoded(some.reshape(-1, self.nbytes))
+            flat[at * width :][: made.nbytes] = made.reshape(-1).view(np.uint8)
 
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
         """Compile the kernel that decodes blocks; see `Layout.compile`."""
         compile_kernel(self)
 
 
-class _BlockDecoder(Decoder):
-    """Decodes blocks to float32 elements, and casts these if the target is another dtype."""
+class BlockDecoder(Decoder):
+    """Decodes blocks to float32 elements, and casts these if the target is another dtype.
+
+    Args:
+        name: of the blocks, for errors.
+        size: elements and bytes of a block.
+        floats: decodes the bytes of whole blocks to float32 elements; the third argument is the
+            number of the first block in its weight.
+        alike: whether blocks decode alike wherever they are in their weight.
+    """
 
     def __init__(
-        self, layout: Blocks, dst: DType, kernel: Kernel | None, cast: Cast | None
+        self,
+        name: str,
+        size: tuple[int, int],
+        dst: DType,
+        floats: Callable[[Array, Array, int], None],
+        engine: Engine,
+        out_of_range: OutOfRange,
+        *,
+        alike: bool,
     ) -> None:
-        self._layout, self._dst, self._kernel, self._cast = layout, dst, kernel, cast
+        self._name, self._dst, self._floats, self._alike = name, dst, floats, alike
+        self._numel, self._nbytes = size
+        self._cast: Cast | None = None
+        if dst is not F32:
+            self._cast = make_cast(F32, dst, engine=engine, out_of_range=out_of_range)
 
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
-        layout, n = self._layout, self._dst.itemsize
-        numel, odd = divmod(out.nbytes, n * lines)
-        skipped = first % layout.numel
-        blocks = -(-(skipped + numel) // layout.numel) * lines
-        cut = skipped or numel % layout.numel
-        fits = not odd and data.nbytes == blocks * layout.nbytes and not (lines > 1 and cut)
-        check_lengths(layout.name, data, out, self._dst, first, lines, fits)
-        source = np.frombuffer(data, np.uint8)
-        if self._cast is None and not cut:
-            self._floats(source, np.frombuffer(out, np.uint8))
+        """Decode the blocks of lines; see `Decoder.decode`."""
+        numel, odd = divmod(out.nbytes, self._dst.itemsize * lines)
+        skipped = first % self._numel
+        nbytes = -(-(skipped + numel) // self._numel) * self._nbytes
+        is_cut = lines > 1 and (skipped or numel % self._numel or pitch % self._numel)
+        fits = not odd and data.nbytes == nbytes * lines and not is_cut
+        check_lengths(self._name, data, out, self._dst, first, lines, fits)
+        counts, source = ZERO, np.frombuffer(data, np.uint8)
+        at_once = lines if self._alike else 1
+        step, width = nbytes * at_once, numel * self._dst.itemsize * at_once
+        for at in range(lines // at_once):
+            to = out[at * width : (at + 1) * width]
+            counts += self._line(source[at * step : (at + 1) * step], to, first + at * pitch)
+        return counts
+
+    def _line(self, source: Array, out: memoryview, first: int) -> CastCounts:
+        """Decode consecutive elements from element ``first`` of the weight on."""
+        block, skipped = divmod(first, self._numel)
+        n = self._dst.itemsize
+        numel = out.nbytes // n
+        if self._cast is None and not (skipped or numel % self._numel):
+            self._floats(source, np.frombuffer(out, np.float32), block)
             return ZERO
-        step = min(_SCRATCH_NUMEL // layout.numel, blocks)
-        scratch = np.empty(step * layout.numel, np.float32)
+        step = min(_SCRATCH_NUMEL // self._numel, source.size // self._nbytes)
+        scratch = np.empty(step * self._numel, np.float32)
         counts, done = ZERO, 0
-        for at in range(0, blocks, step):
-            some = source[at * layout.nbytes : (at + step) * layout.nbytes]
-            made = scratch[: some.size // layout.nbytes * layout.numel]
-            self._floats(some, made)
-            wanted = made[skipped:][: numel * lines - done]  # the outer blocks may be cut
+        for at in range(0, source.size, step * self._nbytes):
+            some = source[at : at + step * self._nbytes]
+            blocks = some.size // self._nbytes
+            made = scratch[: blocks * self._numel]
+            self._floats(some, made, block)
+            wanted = made[skipped:][: numel - done]  # the outer blocks may be cut
             to = out[done * n : (done + wanted.size) * n]
             if self._cast is None:
                 np.frombuffer(to, np.uint8)[:] = wanted.view(np.uint8)
             else:
                 counts += self._cast(memoryview(wanted.data).cast("B"), to)
-            done, skipped = done + wanted.size, 0
+            done, skipped, block = done + wanted.size, 0, block + blocks
         return counts
-
-    def _floats(self, source: Array, out: Array) -> None:
-        """Decode the bytes of whole blocks to float32, into the memory of ``out``."""
-        layout = self._layout
-        blocks = source.size // layout.nbytes
-        if self._kernel is not None:
-            at, to = (array.__array_interface__["data"][0] for array in (source, out))
-            self._kernel(at, to, blocks)
-            return
-        flat = out.view(np.uint8)
-        width = 4 * layout.numel
-        for at in range(0, blocks, _ORACLE_BLOCKS):
-            some = source[at * layout.nbytes : (at + _ORACLE_BLOCKS) * layout.nbytes]
-            with np.errstate(all="ignore"):
-                made = layout.decoded(some.reshape(-1, layout.nbytes))
-            flat[at * width :][: made.nbytes] = made.reshape(-1).view(np.uint8)
 
 
 # --- kernels --------------------------------------------------------------------------------------

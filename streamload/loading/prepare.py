@@ -71,8 +71,8 @@ from streamload.streaming.memory_watch import process_nbytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
 _MOST_THREADS = 8
-# A chunk takes a request: in chunks of 4 KiB, GPT-2 takes over 40 s.
-_LEAST_REMOTE_NBYTES = 2**16
+# In chunks of 4 KiB, GPT-2 takes over 40 s from a server, and 25 s into nf4, not 0.22.
+_LEAST_CHUNK_NBYTES = 2**16
 # Past the page cache fewer and longer reads are better, with the same bytes under way.
 _DIRECT_THREADS = 2
 _DIRECT_CHUNK_NBYTES = 16 * 2**20
@@ -283,11 +283,17 @@ class Options:
         choices = [choose(h, reading=reading, whole_slots=whole, fetch=self.fetch) for h in shards]
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
         remote = any(choice.kind in REMOTE_KINDS for choice in choices)
-        if remote and self.chunk_nbytes is not None and self.chunk_nbytes < _LEAST_REMOTE_NBYTES:
-            raise ValueError(
-                f"chunk_nbytes is at least {_LEAST_REMOTE_NBYTES} for files on a server, not "
-                f"{self.chunk_nbytes}: each chunk takes a request"
-            )
+        if self.chunk_nbytes is not None and self.chunk_nbytes < _LEAST_CHUNK_NBYTES:
+            wants = TensorRequests.of(request.checkpoint, request.wants)
+            encodes = any(coding is not None for coding in wants.codings)
+            if remote or encodes:
+                what = "files on a server" if remote else "weights that quant= quantises"
+                why = "takes a request" if remote else "is encoded alone"
+                raise ValueError(
+                    f"chunk_nbytes is at least {_LEAST_CHUNK_NBYTES} for {what}, not "
+                    f"{self.chunk_nbytes}: each chunk {why}; write "
+                    f"chunk_nbytes={_LEAST_CHUNK_NBYTES}"
+                )
         threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), self.most_threads)
         most_nbytes = DEFAULT_CHUNK_NBYTES
         lengths = [header.file_nbytes for header in shards]

@@ -45,6 +45,12 @@ ROOT = Path(__file__).parents[2]
 STACKED = tuple(name for name in NAMES if name != "bitsandbytes-int8")  # that is of matrices
 
 
+@pytest.fixture(autouse=True)
+def any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of any size, so that small matrices are cut anywhere."""
+    monkeypatch.setattr("streamload.loading.prepare._LEAST_CHUNK_NBYTES", 1)
+
+
 def parts_of(name: str, array: Array, format_name: str) -> dict[str, bytes]:
     """What a whole weight becomes, by the format's numpy."""
     src = BY_CODE[CODES[array.dtype.name]]

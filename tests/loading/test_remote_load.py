@@ -56,6 +56,9 @@ def test_chunks_that_are_less_than_a_request(folder: Path, site: Site) -> None:
     with pytest.raises(ValueError, match="chunk_nbytes is at least 65536 for files on a server"):
         load(site.url, chunk_nbytes=2**16 - 1)
     assert same(load(site.url, chunk_nbytes=2**16), load(folder, chunk_nbytes=4096))
+    with pytest.raises(ValueError, match=r"quantises, not 4096: .* write chunk_nbytes=65536$"):
+        load(folder, chunk_nbytes=4096, quant="nf4")
+    load(folder, chunk_nbytes=2**16, quant="nf4")
 
 
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16"])

@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
-from streamload.codecs.decode import check_lengths, floats
+from streamload.codecs.cast_table import OutOfRange
+from streamload.codecs.decode import floats
+from streamload.codecs.decode_blocks import BlockDecoder
 from streamload.codecs.encode import StoredBlocks
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array, Part
-from streamload.codecs.scheme import Decoder, Layout, Read, layout_of, register
+from streamload.codecs.scheme import Layout, Read, layout_of, register
 from streamload.codecs.stored import own_formats
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
@@ -34,7 +35,6 @@ from streamload.core.tensors import TensorInfo
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
 BLOCK = 32  # codes that fill whole words; a group has one or several of them
-_STEP = 1 << 11  # blocks decoded at once
 _FLOATS = (F16, BF16, F32)  # of scales and biases
 _KEY = "quantization"  # of config.json
 
@@ -51,52 +51,6 @@ def _unpacked(data: Array, bits: int) -> Array:
     at, shift = np.divmod(np.arange(BLOCK) * bits, 8)
     both = rows[:, at] | rows[:, at + 1] << 8
     return (both >> shift.astype(np.uint16)) & ((1 << bits) - 1)
-
-
-class _Decoder(Decoder):
-    def __init__(
-        self, bits: int, dst: DType, cast: Cast | None, scales: Array, biases: Array, group: int
-    ) -> None:
-        self._bits, self._dst, self._cast = bits, dst, cast
-        self._scales, self._biases, self._blocks = scales, biases, group // BLOCK
-
-    def decode(
-        self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
-    ) -> CastCounts:
-        numel, odd = divmod(out.nbytes, self._dst.itemsize * lines)
-        skipped = first % BLOCK
-        nbytes = -(-(skipped + numel) // BLOCK) * self._bits * BLOCK // 8
-        is_cut = lines > 1 and (skipped or pitch % BLOCK)
-        fits = not odd and data.nbytes == nbytes * lines and not is_cut
-        what = f"MLX's codes of {self._bits} bits"
-        check_lengths(what, data, out, self._dst, first, lines, fits)
-        counts, width = ZERO, numel * self._dst.itemsize
-        for line in range(lines):
-            codes = np.frombuffer(data[line * nbytes : (line + 1) * nbytes], np.uint8)
-            to = out[line * width : (line + 1) * width]
-            counts += self._line(codes, to, first + line * pitch)
-        return counts
-
-    def _line(self, data: Array, out: memoryview, first: int) -> CastCounts:
-        """Decode consecutive elements from element ``first`` on."""
-        counts, done, n = ZERO, 0, self._dst.itemsize
-        block, skipped = divmod(first, BLOCK)
-        step = _STEP * self._bits * BLOCK // 8
-        for at in range(0, data.size, step):
-            codes = _unpacked(data[at : at + step], self._bits)
-            group = np.arange(block, block + len(codes)) // self._blocks
-            elements = codes.astype(np.float32)
-            elements *= self._scales[group, None]
-            elements += self._biases[group, None]
-            block += len(codes)
-            wanted = elements.reshape(-1)[skipped:][: out.nbytes // n - done]
-            to = out[done * n : (done + wanted.size) * n]
-            if self._cast is None:
-                np.frombuffer(to, np.uint8)[:] = wanted.view(np.uint8)
-            else:
-                counts += self._cast(memoryview(wanted.data).cast("B"), to)
-            done, skipped = done + wanted.size, 0
-        return counts
 
 
 @dataclass(frozen=True)
@@ -133,14 +87,21 @@ class Affine(Layout):
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
-    ) -> _Decoder:
+    ) -> BlockDecoder:
         """Read scales and biases, and return the decoder of the codes."""
-        cast = None
-        if dst is not F32:
-            cast = make_cast(F32, dst, engine=engine, out_of_range=out_of_range)
         both = (info.group.members[role] for role in ("scale", "bias"))
-        scales, biases = (floats(each, read(each)) for each in both)
-        return _Decoder(self.bits, dst, cast, scales, biases, info.group.block[-1])
+        scales, biases = (floats(each, read(each))[:, None] for each in both)
+        blocks = info.group.block[-1] // BLOCK  # of a group
+
+        def elements(source: Array, out: Array, first: int) -> None:
+            rows = out.reshape(-1, BLOCK)
+            group = np.arange(first, first + len(rows)) // blocks
+            rows[:] = _unpacked(source, self.bits)
+            rows *= scales[group]
+            rows += biases[group]
+
+        what, size = f"MLX's codes of {self.bits} bits", (BLOCK, self.bits * BLOCK // 8)
+        return BlockDecoder(what, size, dst, elements, engine, out_of_range, alike=False)
 
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
         """Compile nothing: numpy decodes."""
