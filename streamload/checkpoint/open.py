@@ -117,7 +117,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     @property
     def versions(self) -> Mapping[str, Mapping[str, Any]]:
-        """By module name, the versions and other facts that torch stores beside its tensors."""
+        """By module name, the versions and other facts that torch stores with its tensors."""
         return {name: each for header in self.shards for name, each in header.versions.items()}
 
     @cached_property
@@ -199,7 +199,7 @@ def open_checkpoint(
         key: of a file that torch.save wrote, or of a folder of torch.distributed.checkpoint, the
             dict whose tensors are the checkpoint: "state_dict", or "ema.state_dict" for one inside
             another, "." for the outermost. None: the only one that holds tensors by name, without
-            optimizers, and without single elements beside others.
+            optimizers, and without single elements among others.
         like: for IREE's parameter archives, which may hold bytes alone: a checkpoint whose tensors
             of the same names give dtypes and shapes. None: tensors without them are
             one-dimensional U8.
@@ -225,7 +225,7 @@ def open_checkpoint(
         ShardNotFoundError: nothing is there, or a shard is missing.
         HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree; or
             they are more than ``limits`` allow.
-        TruncatedFileError: a file is shorter than its header says.
+        TruncatedFileError: a file is shorter than its header states.
         CheckpointError: something cannot be read, or a tensor has another length in ``like``.
         ValueError: ``key`` or ``like`` is given, and files of this format cannot use it.
     """

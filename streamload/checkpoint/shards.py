@@ -255,7 +255,7 @@ class Shards:
         with self._lock:
             shards = [*self._open]
         for shard in shards:
-            with self._lock:  # for one file: others may want to open a file meanwhile
+            with self._lock:  # for one file: others may want to open one
                 reader = self._open.get(shard)
                 if reader is not None:
                     with reader.unchanged():

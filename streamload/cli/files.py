@@ -85,7 +85,7 @@ def verify(
     """Check a checkpoint's digests, or a conversion.
 
     Reads every byte. CONVERTED is compared with the conversion of PATH by numpy: as its
-    streamload.json says that it was made, or as the options say.
+    streamload.json describes, or by the options.
     """
     checkpoint = flags.read_path(flags.read_revision(path, revision), variant, key, like)
     progress: Progress = False if no_progress or quiet else "auto"

@@ -31,7 +31,7 @@ _BLOCK_VECTORS = 1 << 15  # the counts of so many vectors fit 16-bit lanes
 _WIDTH = 32  # elements of a step; a power of two
 
 
-# dtype pairs that one or two instructions cast, whatever the values
+# dtype pairs whose every value one or two instructions cast
 _DIRECT = frozenset({("BF16", "F32"), ("BF16", "F64"), ("F32", "F64"), ("F64", "F32")})
 _DIRECT_WITH_NATIVE_HALF = frozenset(
     {("F16", "F32"), ("F16", "F64"), ("F32", "F16"), ("BF16", "F16")}

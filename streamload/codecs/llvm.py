@@ -83,7 +83,7 @@ def binding() -> Any:
     try:
         return importlib.import_module("llvmlite.binding")
     except ModuleNotFoundError as error:
-        with suppress(IndexError):  # another thread has told it
+        with suppress(IndexError):  # another thread has logged it
             _log.warning("%s", _UNTOLD.pop())
         raise ImportError(lack() or str(error)) from error
 
@@ -102,7 +102,7 @@ def host_target() -> Target:
     triple = llvm.get_process_triple()
     try:
         return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    except RuntimeError:  # LLVM cannot tell on this architecture: the oldest CPU is safe
+    except RuntimeError:  # unknown on this architecture: the oldest CPU is safe
         return Target(triple)
 
 

@@ -420,7 +420,7 @@ def compile_product(form: Form, tokens: int, dst: DType) -> Kernel:
     """Compile the kernel of `kernel_ir` for this CPU; see `HostFunction.kernel`."""
     try:
         target = host_target()
-    except (ImportError, OSError):  # `kernel` says so
+    except (ImportError, OSError):  # `kernel` raises it
         target = Target("")
     ir = partial(kernel_ir, form, tokens, dst, lanes=target.lanes, native_bf16=target.native_bf16)
     return FUNCTION.kernel((form, tokens, dst), (form.codes.name, dst.name), ir)

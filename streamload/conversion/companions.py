@@ -346,7 +346,7 @@ def main_dtype(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> str:
 def followed_config(
     checkpoint: Checkpoint, dtypes: Mapping[str, DType], said: Mapping[str, Any]
 ) -> bytes | None:
-    """Return config.json with the output ``dtypes`` and the new keys ``said``; None if unchanged.
+    """Return config.json with the output ``dtypes`` and new keys; None if unchanged.
 
     Quantization settings are removed if all quantized weights are dequantized.
     """

@@ -479,7 +479,7 @@ def _follow(
     options: ConvertOptions,
     settled: Mapping[str, Any],
 ) -> list[str]:
-    """Adapt config.json in the small files ``beside`` (by name) to the output tensors.
+    """Adapt config.json among the small files, by name, to the output tensors.
 
     ``made``: output tensors by source tensor; ``left``: names of files that are not copied;
     ``settled``: keys of config.json that tensors contradict. Returns sentences for users.

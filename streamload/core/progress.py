@@ -76,7 +76,7 @@ def _notebook_display() -> Any:
 
 
 def _notebook_bar(done: int, total_nbytes: int, said: str) -> dict[str, str]:
-    """Return a bar by MIME type: as HTML, which needs no widgets, and as the text ``said``."""
+    """Return a bar by MIME type: as HTML, which needs no widgets, and as text."""
     bar = f'<progress value="{done}" max="{max(total_nbytes, 1)}"></progress>'
     return {"text/html": f"{bar} {said}", "text/plain": said}
 

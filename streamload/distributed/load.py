@@ -165,7 +165,7 @@ def load_state_dict(
             longer either: under "replicate", to read a block of 4 MiB.
         on_loss: "raise": if a rank is lost, the others raise PeerFailedError. "replan": they plan
             again over the ranks and budgets that are left, keep the parameters that they hold, and
-            read what is missing; ``report.lost`` names the lost nodes, the notes say what moved,
+            read what is missing; ``report.lost`` names the lost nodes, the notes list what moved,
             and ``report.recovery.recover()`` does the same after the load. Needs torch's engine,
             a ``model`` that can hold other layers (the whole on the meta device, or None), and a
             store for the ranks to meet in that outlives the lost rank.

@@ -4,7 +4,7 @@
    ranks that it knows to be lost. Once all others have come, or after the timeout, the first rank
    to notice decides who goes on. One key of the store holds this decision, or else the outcome of a
    load that has ended. So no two sets of ranks go on, and no rank ends a load that others repeat.
-2. These ranks form a new group. If another rank is lost meanwhile, they meet again.
+2. These ranks form a new group. If another rank is lost before that, they meet again.
 3. They repeat all stages of the load, with the budgets of before. The plan lets each rank keep its
    complete parameters if it can. A rank frees the others, and reads what it lacks.
 """
@@ -52,7 +52,7 @@ class Held:
         placements: the complete parameters that this rank holds, by name.
         tensors: without a model, their tensors: the ``state_dict`` of the reports.
         lost: the names of nodes lost since the last load that succeeded.
-        group: the group of the next attempt; None: as the call says.
+        group: the group of the next attempt; None: that of the call.
         meeting: where the ranks of the last attempt regroup; None if they cannot.
         owned: whether the group of the last attempt is the load's own, not the program's.
         noticed_s: when the first loss was known, by `time.monotonic`; 0: none was lost.

@@ -354,7 +354,7 @@ class MmapReader(PreadReader):
     @contextmanager
     def _window(self, start: int, stop: int) -> Iterator[memoryview]:
         with self._guard:
-            held = self._map  # keeps the map, even if the reader is closed meanwhile
+            held = self._map  # keeps the map, even if the reader is closed then
             if held is None or start == stop:
                 yield memoryview(b"")
                 return

@@ -54,7 +54,7 @@ class FileMap:
             empty = [block for block in blocks if not self._windows[block]]
             for block in empty:
                 del self._windows[block]
-        # a window that begins in such a block meanwhile faults its pages in again
+        # a window that begins in such a block then faults its pages in again
         for block in empty:
             first, last = block * _BLOCK, (block + 1) * _BLOCK
             _madvise(max(first, self._address), min(last, self._stop), mmap.MADV_DONTNEED)

@@ -215,7 +215,7 @@ class PageCache:
       process is not charged, pages are dropped in any case.
 
     Pages that were resident before are never dropped; that is measured when a shard is opened,
-    before anything of it is read. Pages that other processes read meanwhile may be dropped.
+    before anything of it is read. Pages that other processes read later may be dropped.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class FormatReader(Protocol):
         index: usual name of the JSON that lists the files of a set, as safetensors has; "" for
             none.
         magic: first bytes of all of its files that files of others may have, too: the reader
-            itself tells what such a file is.
+            itself names the kind of such a file.
         untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` takes
             both from another checkpoint (``like=``).
     """
@@ -131,7 +131,7 @@ class FormatReader(Protocol):
 
         Raises:
             HeaderError: the header breaks a rule of the format.
-            TruncatedFileError: the file is shorter than its header says.
+            TruncatedFileError: the file is shorter than its header states.
             CheckpointError: it cannot be read.
         """
 

@@ -153,6 +153,6 @@ class _Loop:
                     yield name, found.pop(name)
 
     def _read(self, names: Sequence[str]) -> Iterator[TensorInfo]:
-        """Yield the tensors of the checkpoint that parameters were made of."""
+        """Yield the tensors of the checkpoint that filled parameters."""
         checkpoint, _, (fill, _, _) = self.call
         yield from (checkpoint.tensors[r.tensor] for name in names for r in fill[name].rows)

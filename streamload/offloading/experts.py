@@ -29,7 +29,7 @@ class ExpertCache:
         count: number of experts of all layers.
         slots: number of slots, each for one expert.
         asked: experts that the computing layer still needs, in the order in which it uses them.
-        together: number of experts that a layer uses at once; as many more are read meanwhile.
+        together: number of experts that a layer uses at once; as many more are read ahead.
         hits: by layer, number of chosen experts that were in a slot when asked for.
         misses: by layer, number of chosen experts that were not.
         stalls: by layer, seconds of waiting for experts.

@@ -174,7 +174,7 @@ def without(found: Sequence[Module], taken: Collection[int]) -> list[Module]:
 def without_small(
     found: Sequence[Module], nbytes: Sequence[int]
 ) -> tuple[list[Module], list[LayerGroup]]:
-    """Return the modules without tensors that are small beside their layer, and these, to stay."""
+    """Return the modules without tensors small for their layer, and these, to stay."""
     small: list[int] = []
     for numbers in [each.numbers for each in found if each.in_layer]:
         total = sum(nbytes[at] for at in numbers)

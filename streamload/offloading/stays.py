@@ -1,4 +1,4 @@
-"""Collect weights that turn out unable to stream in a pass; suggest ``stay=`` patterns of them."""
+"""Collect weights that prove unable to stream in a pass; suggest ``stay=`` patterns of them."""
 
 from __future__ import annotations
 

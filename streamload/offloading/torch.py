@@ -287,7 +287,7 @@ def _looked_at(model: nn.Module) -> set[int]:
     """Return ids of dicts of parameters that are read outside of calls of the modules in Python.
 
     `nn.TransformerEncoder` packs padded sequences if its first layer's weights are plain tensors;
-    TorchScript keeps the parameters of its modules, and calls these by itself.
+    TorchScript keeps the parameters of its modules, and calls these without Python.
     """
     encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
     nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))

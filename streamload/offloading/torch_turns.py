@@ -1,9 +1,9 @@
-"""Models of torch that take turns on a device, in one budget.
+"""Models of torch that share a device and one budget: one at a time is on it.
 
-A model's turn begins when it is called, or when something else needs the values of its weights. It
-ends when another model needs the memory. Between turns placeholders stand in for its weights.
+A model is brought when it is called, or when something else needs the values of its weights, and
+dropped when another model needs the memory. Until then placeholders stand in for its weights.
 
-One lock, `Turns.lock`, guards the state of all turns.
+One lock, `Turns.lock`, guards the state of all models.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _METHODS = ("forward", "encode", "decode")
 
 
 class Turns:
-    """The order of models that take turns within ``room_nbytes`` of a device."""
+    """The order in which models were last used, within ``room_nbytes`` of a device."""
 
     def __init__(self, room_nbytes: int) -> None:
         self.lock = threading.RLock()
@@ -78,11 +78,11 @@ class Turns:
 
 
 class Turn:
-    """A model that takes turns with others; to its layers that stream, their `Rounds`.
+    """A model that shares a device with others; to its layers that stream, their `Rounds`.
 
     Attributes:
         name: the model's, for errors.
-        plan: which layers stay on the device during a turn, and which stream.
+        plan: which layers stay while the model is there, and which stream.
         uses: the calls under way.
         calls: as of `Rounds`.
         held_nbytes: device bytes that the model holds now.
@@ -116,11 +116,11 @@ class Turn:
             each.put()
         self._put_away()
 
-    # --- turns, with the lock held --------------------------------------------------------------
+    # --- with the lock held ----------------------------------------------------------------------
 
     @property
     def is_here(self) -> bool:
-        """Whether the model has its turn; not if an error of a signal handler ended `leave`."""
+        """Whether the model is on the device; not if a signal handler's error ended `leave`."""
         if self._streaming is None:
             return False
         return self._streaming.rounds is None or self._streaming.rounds.is_open
@@ -137,7 +137,7 @@ class Turn:
         )
 
     def bring(self) -> None:
-        """Load what stays during a turn, and open the slots of what streams."""
+        """Load the weights that stay, and open the slots of those that stream."""
         if self._closed:
             raise OffloadError(f"the offload of {self.name} was closed: load it again")
         if self._streaming is not None:
@@ -169,7 +169,7 @@ class Turn:
         self.held_nbytes = taken + self.more_nbytes
 
     def apply(self, model: nn.Module, change: Callable[[Any], Any]) -> None:
-        """Cast the model for ``.to(dtype)`` and the like, now and in later turns."""
+        """Cast the model for ``.to(dtype)`` and the like, now and whenever it is brought."""
         with self._turns.lock, torch.inference_mode(False):
             self._turns.begin(self)
             probes = {dtype: torch.empty(0, dtype=dtype) for dtype in self._dtypes.values()}
@@ -225,7 +225,7 @@ class Turn:
             self._adapter.take_out()
 
     def _put_away(self) -> None:
-        """Put placeholders in place of the weights that stay during a turn."""
+        """Put placeholders in place of the weights that stay."""
         where = torch.device(self._device.info.name)
         for parameter, name in self._stays.items():
             dtype = self._cast.get(parameter, self._dtypes[parameter])
@@ -244,7 +244,7 @@ class Turn:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have the turn for a call; no other model takes it away."""
+        """Keep the model on the device for a call."""
         use = object()
         try:
             with self._turns.lock:
@@ -258,12 +258,12 @@ class Turn:
                 self.uses.discard(use)
 
     def begin(self) -> None:
-        """Have the turn until another model needs the memory."""
+        """Bring the model, until another one needs the memory."""
         with self._turns.lock:
             self._turns.begin(self)
 
     def acquire(self, number: int) -> Sequence[Buffer]:
-        """Begin the turn if it is another's, and call the method of `Rounds`."""
+        """Bring the model if it is not there, and call the method of `Rounds`."""
         with self._turns.lock:
             self._turns.begin(self)
             assert self._rounds is not None
@@ -287,7 +287,7 @@ class Turn:
             self.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Begin the turn, and return what `Rounds` has."""
+        """Bring the model, and return the attribute of `Rounds`."""
         if name.startswith("_"):
             raise AttributeError(name)
         self.begin()
@@ -295,14 +295,14 @@ class Turn:
 
     @property
     def report(self) -> OffloadReport | None:
-        """Counts and times so far; None before the first turn."""
+        """Counts and times so far; None before the first call."""
         if self._report is None:
             return None
         return OffloadReport.of(self.plan, self._report, self._timed, self._rounds)
 
 
 class _Called(torch_modules.Wrapped):
-    """A substitute for a method of a model that computes in the model's turn."""
+    """A substitute for a method of a model, which brings the model first."""
 
     def __init__(self, model: nn.Module, name: str, turn: Turn) -> None:
         super().__init__(model, name)
@@ -329,7 +329,7 @@ class _Applied(_Called):
 
 
 class _Away(torch_modules.StreamedParameter):
-    """Placeholder of a weight between its model's turns; a function that needs values begins one.
+    """Placeholder of a weight whose model is not there; functions that need values bring it.
 
     It keeps no reference to the model.
     """
@@ -337,7 +337,7 @@ class _Away(torch_modules.StreamedParameter):
     _streamload_turn: tuple[weakref.ref[Turn], Slot]
 
     def values(self, what: str, *, writes: bool = False) -> torch.Tensor:
-        """Begin the turn of the model for function ``what``, and return the weight."""
+        """Bring the model for function ``what``, and return the weight."""
         name = self._streamload_streamed
         if writes or what == ".data":  # which others write to
             raise OffloadError(

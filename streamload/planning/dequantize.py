@@ -139,7 +139,7 @@ def in_order_of(
 ) -> Checkpoint:
     """Return the checkpoint `as_in_models`, unless a model has Linears where models have Conv1D.
 
-    Shapes tell: a parameter fits a stored weight that is not square, and not its transpose.
+    Shapes decide: a parameter fits a stored weight that is not square, and not its transpose.
     """
     by_name = _by_name(parameters)
     for info in checkpoint.tensors.values():

@@ -123,7 +123,7 @@ def why_not_run(folder: Path) -> str:
         with torch.inference_mode():
             found = model(input_ids=torch.tensor([[1, 2]]))[0]
     except StreamloadError:
-        return ""  # `why_not_opened` says it
+        return ""  # `why_not_opened` reports it
     except Exception as error:  # any, from a model's own code
         return f"its model does not compute: {first_line(error)}"
     return "" if bool(found.isfinite().all()) else "its model computes NaN or infinity"

@@ -1,4 +1,4 @@
-"""Offload the models of a pipeline: they take turns on the device, in one budget."""
+"""Offload the models of a pipeline: they share the device and one budget, one at a time."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _REFUSED: Mapping[str, str] = {
 
 
 class OffloadedPipeline:
-    """Models of a pipeline that take turns on a device, until `close` or the end of a ``with``.
+    """Models of a pipeline that share a device, until `close` or the end of a ``with``.
 
     Attributes:
-        plans: by model, which layers stay on the device during its turn, and which stream.
+        plans: by model, which layers stay on the device while it is there, and which stream.
     """
 
     def __init__(self, turns: Mapping[str, Turn]) -> None:
@@ -54,7 +54,7 @@ class OffloadedPipeline:
 
     @property
     def reports(self) -> Mapping[str, OffloadReport]:
-        """By model that had a turn, counts and times so far."""
+        """By model that was called, counts and times so far."""
         found = {name: turn.report for name, turn in self._turns.items()}
         return {name: report for name, report in found.items() if report is not None}
 
@@ -93,7 +93,7 @@ def _refuse(name: str, why: str, *args: Any, **kwargs: Any) -> NoReturn:
 def take_turns(
     parts: Mapping[str, Part], devices: Devices, options: Any, stay: Patterns
 ) -> OffloadedPipeline:
-    """Plan the turns of all models, and put placeholders into them; reads no data."""
+    """Plan all models, and put placeholders into them; reads no data."""
     decided = _all_decided(parts, devices, options, stay)
     specs = [each.problem.spec for each in decided.values()]
     limits = [n for spec in specs for n in (spec.budget_nbytes, spec.free_nbytes) if n is not None]
@@ -116,7 +116,7 @@ def fits_in_turns(parts: Mapping[str, Part], devices: Devices, options: Any) -> 
 def _all_decided(
     parts: Mapping[str, Part], devices: Devices, options: Any, stay: Patterns
 ) -> dict[str, offload.Prepared]:
-    """Plan the turn of each model; all keep the bytes of buffers that any model computes free."""
+    """Plan each model; all keep the bytes of buffers that any model computes free."""
     kept = stay_in(Selection.parse(stay).select, {name: [*p.fill] for name, p in parts.items()})
     asked = OffloadAsked.read(None, (), (), 0, options)
     beside_nbytes = sum(part.beside_nbytes(devices) for part in parts.values())
@@ -129,7 +129,7 @@ def _all_decided(
 
 
 def _decided(name: str, part: Part, options: Any, asked: OffloadAsked) -> offload.Prepared:
-    """Plan a model's turn: by its usual layers, or else by smaller ones."""
+    """Plan a model by its usual layers, or else by smaller ones."""
     if isinstance(part, Prepared):
         part.check_streams()
     try:

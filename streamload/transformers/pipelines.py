@@ -132,7 +132,7 @@ def from_pretrained(
             ``org/name``, of which weights are not downloaded; or the model's configuration as a
             dict. None: ``components``, if that is a folder, else what the local cache has of the
             repository in which diffusers looks for it.
-        offload: the models take turns on the device. A model has the whole budget from its call
+        offload: one model at a time is on the device. It has the whole budget from its call
             until another needs the room; if it does not fit, layers stream from its files at
             every pass, as with `streamload.offload`. ``streamload_offload`` of the pipeline or
             model is the handle, with ``plans``, ``reports`` and ``close()``.

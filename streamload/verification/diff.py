@@ -291,7 +291,7 @@ def _quantized(
 ) -> TensorRequests:
     """Return the tensors (codes, scales) that quantization makes of ``infos``, by final name.
 
-    Blocks are made of the rows in the order in which ``second`` stores them.
+    Blocks have the rows in the order in which ``second`` stores them.
     """
     listed = [TensorRequest(name, info.shape, (whole(info),)) for name, info in infos.items()]
     wants = TensorRequests.of(checkpoint, listed)
@@ -313,7 +313,7 @@ def _back(turn: Turn) -> RowTranspose | None:
 
 
 def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
-    """Return the arguments of `diff` by which the sidecar of ``b`` says that it was made.
+    """Return the arguments of `diff` by which ``b`` was made, according to its sidecar.
 
     Without a sidecar, {}. GGUF files have types that their writer chose: these are taken over.
     """

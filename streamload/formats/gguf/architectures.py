@@ -7,7 +7,7 @@ A GGUF of the architecture "llama" has query and key rows interleaved, as Meta's
 them: element i of the second half of a head comes after element i of the first. GPT-2's Conv1D
 keeps the inputs along its first axis, GGUF along its last. GGUF stacks the experts of a layer, and
 adds 1 to the norms of Gemma. Falcon's fused queries, keys and values are grouped by key head in
-models, and GGUF has all queries first. The experts of gpt-oss have rows of gate and up in turn, and
+models, and GGUF has all queries first. The experts of gpt-oss interleave rows of gate and up, and
 each is transposed; GGUF has two tensors.
 
 Sources: the tables ``MODEL_TENSORS``, ``TENSOR_NAMES`` in gguf/constants.py and ``TensorNameMap``
@@ -49,13 +49,13 @@ class Architecture:
         rotated: by GGUF module whose rows are interleaved, the config key of its number of heads.
         transposed: GGUF modules whose weights are transposed; each matrix of a stack.
         grouped: GGUF modules of fused queries, keys and values that models group by key head.
-        in_turn: by GGUF module of a layer, the one whose rows models have in turn with its rows.
+        in_turn: by GGUF module of a layer, the one with whose rows models interleave its rows.
         as_rows: GGUF's vectors that models have as matrices of one row.
         norm_shift: GGUF's weights of norms minus those of models.
         window: every layer of this number attends to all tokens, the others to a window.
         wide_layers: the number of layers of a model whose attention is scaled by the width of a
             head in hidden_size, not by head_dim.
-        rotates_part: whether config.json may say that parts of heads are rotated.
+        rotates_part: whether config.json may have parts of heads rotated.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Architecture:
     def heads(self, name: str, rows: int, config: Mapping[str, Any]) -> tuple[int, int, int] | None:
         """Return key heads, queries of each, and rows of a head, of fused rows that are grouped.
 
-        None if no rows are in another order. Raise ValueError if config.json says another number.
+        None if no rows are in another order. Raise ValueError if config.json has another number.
         """
         if module_of(name) not in self.grouped:
             return None

@@ -70,7 +70,10 @@ def config_of(
     if architecture is None:
         return {}
     found: dict[str, Any] = dict(architecture.defaults)
-    for key in ("block_count", "expert_count"):  # a model of them takes memory, whatever its file
+    for key in (
+        "block_count",
+        "expert_count",
+    ):  # a model of them takes memory, however short its file
         value = metadata.get(f"{architecture.name}.{key}", 0)
         if isinstance(value, int | float) and not 0 <= value <= MOST_LAYERS:
             raise ValueError(f"{architecture.name}.{key} {value}")
@@ -126,7 +129,7 @@ def _of_windows(
 
 
 def _layer_types(pattern: Any, layers: int) -> list[str]:
-    """Return the kind of each layer's attention: every n-th to all tokens, or as an array says."""
+    """Return the kind of each layer's attention: every n-th to all tokens, or by an array."""
     if isinstance(pattern, np.ndarray) and len(pattern) == layers:
         return [_SLIDING if slides else _FULL for slides in pattern.tolist()]
     if type(pattern) is not int or pattern < 0:
@@ -227,7 +230,7 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
     bound = _count({"max_window_layers": 28, **config}, "max_window_layers")
     if not config.get("use_sliding_window") or config.get("sliding_window", 4096) is None:
         return False
-    if model == "qwen3_moe":  # all layers do, whatever else is stated
+    if model == "qwen3_moe":  # all layers do, even if others are stated
         return True
     if isinstance(kinds, list):
         return any(kind != _FULL for kind in kinds)
@@ -436,7 +439,7 @@ def _rope_of(
         factor, times = (scaling.get("factor"), metadata.get(f"{name}.rope.scaling.attn_factor"))
         if kind == "yarn" and isinstance(times, float) and isinstance(factor, float) and factor > 0:
             scaling["attention_factor"] = float(f"{times * _yarn_factor(factor):.6g}")
-        if kind == "yarn" and name == "gpt-oss":  # which no key of GGUF says
+        if kind == "yarn" and name == "gpt-oss":  # no key of GGUF states it
             scaling["truncate"] = False
         out["rope_scaling"] = scaling
     elif _LONG_FACTORS in rope and _SHORT_FACTORS in rope:

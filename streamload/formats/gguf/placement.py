@@ -68,7 +68,7 @@ def in_models(
 
 
 def _pairs(known: Architecture, tensors: Sequence[FileTensor]) -> dict[str, FileTensor]:
-    """Return by name of a tensor the one whose rows follow its rows in turn."""
+    """Return by name of a tensor the one with whose rows its rows alternate."""
     if not known.in_turn:
         return {}
     by_name = {each.name: each for each in tensors}
@@ -96,7 +96,7 @@ class _Placement:
     views: list[View] = field(default_factory=list)
 
     def is_leader(self, each: FileTensor) -> bool:
-        """Return whether models have a tensor's rows in turn with those of another one."""
+        """Return whether models interleave a tensor's rows with those of another."""
         return any(f".{first}." in each.name for first in self.known.in_turn)
 
     def of_stack(self, each: FileTensor, name: str) -> list[FileTensor]:
@@ -123,7 +123,7 @@ class _Placement:
         return self._grouped(each)._replace(turn=self._turn(each))
 
     def _in_turn(self, each: FileTensor, follower: FileTensor) -> FileTensor:
-        """Return a tensor of the rows of two in turn."""
+        """Return a tensor of the interleaved rows of two."""
         groups, rows, *rest = each.shape
         nbytes = self._row_nbytes(each, rest)
         strides = (rows * nbytes, nbytes, follower.start - each.start)

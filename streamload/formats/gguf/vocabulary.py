@@ -91,7 +91,7 @@ def from_gguf(path: Path, metadata: Document) -> dict[str, dict[str, Any]]:
         for name, key in SPECIAL.items()
         if (number := read.number(f"{key}_token_id")) is not None
     }
-    if model == "llama":  # llama.cpp's own, where the file says nothing
+    if model == "llama":  # llama.cpp's own default
         special = {"bos": 1, "eos": 2, "unk": 0} | special
     special = {name: number for name, number in special.items() if number < len(read.tokens)}
     adds = {

@@ -87,7 +87,7 @@ def _generation(model: Model) -> dict[str, Any]:
 
 
 def _document(model: Model, name: str) -> Mapping[str, Any]:
-    """Return the JSON object in a file beside the source; {} if there is none."""
+    """Return the JSON object in a file next to the source; {} if there is none."""
     try:
         found = parse_json(model.companions[name]()) if name in model.companions else {}
     except ValueError as error:

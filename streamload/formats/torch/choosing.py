@@ -76,7 +76,7 @@ def _foreign_in(root: Any) -> Foreign | None:
 
 
 def versions_beside(root: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return by name of a module the numbers that torch wrote for it beside these tensors."""
+    """Return by name of a module the numbers that torch wrote for it with these tensors."""
     same = (
         each[VERSIONS]
         for _, each in _dicts(root)

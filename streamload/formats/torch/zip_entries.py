@@ -149,7 +149,7 @@ def _end_64(file: File, stop: int) -> tuple[int, ...]:
 
 
 def _listed(file: File, raw: bytes, count: int) -> list[_Listed]:
-    """Return the entries of the directory ``raw``, each checked by itself; raise HeaderError."""
+    """Return the entries of the directory ``raw``, each checked alone; raise HeaderError."""
     fail = partial(_fail, file)
     found = []
     at = 0

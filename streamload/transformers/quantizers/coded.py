@@ -120,7 +120,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
             buffers.update(zip(said.names(leaf), parts, strict=True))
 
     def _empty(self, said: CodedWeight, tensor: str) -> list[torch.Tensor]:
-        """Return meta tensors for a weight's codes and scales (layout `said`), in stored shapes."""
+        """Return meta tensors for a weight's codes and scales, in stored shapes."""
         out = []
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))
