@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypedDict, Unpack
 
 import typer
 
@@ -20,45 +21,66 @@ from streamload.core.progress import Progress
 from streamload.verification import diff as compare
 from streamload.verification.verify import Verification, verify_checkpoint
 
-BecameOption = Annotated[
-    list[str] | None,
-    flags.option(
-        "DTYPE",
-        "Cast the floats of the first before they are compared: float16, or PATTERN=DTYPE by "
-        "tensor name; repeatable. Default: nothing is cast.",
-        "--dtype",
-    ),
-]
-QuantOption = Annotated[
-    list[str] | None,
-    flags.option(
-        "FORMAT",
-        "Quantize the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q6_k, q4_0, with "
-        "--to gguf also q4_k_m, or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
-    ),
-]
-QuantizedOption = Annotated[
-    list[str] | None,
-    flags.option(
-        "FORMAT",
-        "Quantize weights of the first before they are compared, as --quant of convert does; "
-        "repeatable.",
-        "--quant",
-    ),
-]
-RenamedOption = Annotated[
-    list[str] | None,
-    flags.option(
-        "FROM=TO",
-        "Rename tensors of the first as they are named in the second, with * for any text; "
-        "repeatable.",
-        "--rename",
-    ),
-]
+
+class CompareFlags(TypedDict, total=False):
+    """The options of ``verify`` and ``diff`` by which the first checkpoint is converted."""
+
+    dtype: Annotated[
+        list[str] | None,
+        flags.option(
+            "DTYPE",
+            "Cast the floats of the first before they are compared: float16, or PATTERN=DTYPE by "
+            "tensor name; repeatable. Default: nothing is cast.",
+            "--dtype",
+        ),
+    ]
+    quant: Annotated[
+        list[str] | None,
+        flags.option(
+            "FORMAT",
+            "Quantize weights of the first before they are compared, as --quant of convert does; "
+            "repeatable.",
+            "--quant",
+        ),
+    ]
+    out_of_range: flags.OutOfRangeOption
+    rename: Annotated[
+        list[str] | None,
+        flags.option(
+            "FROM=TO",
+            "Rename tensors of the first as they are named in the second, with * for any text; "
+            "repeatable.",
+            "--rename",
+        ),
+    ]
+    select: flags.SelectOption
+    exclude: flags.ExcludeOption
 
 
+class VerifyFlags(flags.SourceFlags, CompareFlags, total=False):
+    """The options of ``verify``."""
+
+
+#: Options of commands here that `_parsed` leaves out.
+_OTHERS = flags.SourceFlags.__annotations__.keys() | {"nodes", "budget", "adapter"}
+
+
+def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `diff` and `convert`, parsed."""
+    parsed = {
+        "dtype": flags.read_rules(given["dtype"]),
+        "quant": flags.read_quant(given["quant"]),
+        "rename": flags.read_renames(given["rename"]),
+        "select": given["select"] or (),
+        "exclude": given["exclude"] or (),
+    }
+    return {name: value for name, value in given.items() if name not in _OTHERS} | parsed
+
+
+@flags.command
 def verify(
     path: flags.PathArgument,
+    *,
     converted: Annotated[
         str | None,
         typer.Argument(
@@ -68,50 +90,32 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    revision: flags.RevisionOption = None,
-    variant: flags.VariantOption = None,
-    key: flags.KeyOption = None,
-    like: flags.LikeOption = None,
-    dtype: BecameOption = None,
-    quant: QuantizedOption = None,
-    out_of_range: flags.OutOfRangeOption = "inf",
-    rename: RenamedOption = None,
-    select: flags.SelectOption = None,
-    exclude: flags.ExcludeOption = None,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
     quiet: flags.SilentOption = False,
+    **given: Unpack[VerifyFlags],
 ) -> None:
     """Check a checkpoint's digests, or a conversion.
 
     Reads every byte. CONVERTED is compared with the conversion of PATH by numpy: as its
     streamload.json describes, or by the options.
     """
-    checkpoint = flags.read_path(flags.read_revision(path, revision), variant, key, like)
+    checkpoint = flags.read_path(path, given)
     progress: Progress = False if no_progress or quiet else "auto"
     found: compare.Comparison | Verification
+    how = {key: value for key, value in _parsed(given).items() if value and value != "inf"}
+    by = how.keys() & {"dtype", "quant", "rename", "out_of_range"}
     if converted is not None:
-        how = {
-            "dtype": flags.read_rules(dtype),
-            "quant": flags.read_quant(quant),
-            "rename": flags.read_renames(rename),
-            "out_of_range": out_of_range if out_of_range != "inf" else None,
-            "select": select,
-            "exclude": exclude,
-        }
-        given = {key: value for key, value in how.items() if value}
         said = compare.made_by(checkpoint, converted)
-        if set(given) & {"dtype", "quant", "rename", "out_of_range"}:
+        if by:
             said = {}
         elif isinstance(said.get("rename"), dict):
             said["rename"] = RenamePatterns(tuple(said["rename"].items()))
-        found = compare.diff(checkpoint, converted, **(said | given), progress=progress)
-    elif dtype or quant or rename or out_of_range != "inf":
+        found = compare.diff(checkpoint, converted, **(said | how), progress=progress)
+    elif by:
         raise typer.BadParameter("--dtype, --quant, --out-of-range and --rename need CONVERTED")
     else:
-        found = verify_checkpoint(
-            checkpoint, select=select or (), exclude=exclude or (), progress=progress
-        )
+        found = verify_checkpoint(checkpoint, **how, progress=progress)
     *lines, verdict = found.lines()
     if as_json:
         print_lines(found.to_json())
@@ -122,22 +126,19 @@ def verify(
         raise typer.Exit(1)
 
 
+@flags.command
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as PATH of inspect.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    *,
     revision: Annotated[
         list[str] | None,
         flags.option("NAME", "A revision of A, a repository; given twice, of A and of B."),
     ] = None,
-    dtype: BecameOption = None,
-    quant: QuantizedOption = None,
-    out_of_range: flags.OutOfRangeOption = "inf",
-    rename: RenamedOption = None,
-    select: flags.SelectOption = None,
-    exclude: flags.ExcludeOption = None,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
     quiet: flags.SilentOption = False,
+    **given: Unpack[CompareFlags],
 ) -> None:
     """List what differs between two checkpoints.
 
@@ -149,12 +150,7 @@ def diff(
     paths = zip_longest((first, second), revisions)
     found = compare.diff(
         *(flags.read_revision(path or "", name) for path, name in paths),
-        dtype=flags.read_rules(dtype),
-        quant=flags.read_quant(quant),
-        out_of_range=out_of_range,
-        rename=flags.read_renames(rename),
-        select=select or (),
-        exclude=exclude or (),
+        **_parsed(given),
         progress=False if no_progress or quiet else "auto",
     )
     if as_json:
@@ -165,18 +161,12 @@ def diff(
         raise typer.Exit(1)
 
 
-def convert(
-    path: flags.PathArgument,
-    destination: Annotated[
-        str, typer.Argument(metavar="DESTINATION", help="A folder; made if there is none.")
-    ],
-    revision: flags.RevisionOption = None,
-    variant: flags.VariantOption = None,
-    key: flags.KeyOption = None,
-    like: flags.LikeOption = None,
+class ConvertFlags(flags.SourceFlags, total=False):
+    """The options of ``convert``."""
+
     to: Annotated[
         str, flags.option("NAME", "The format of the files: safetensors, llm.c and others.")
-    ] = "safetensors",
+    ]
     runtime: Annotated[
         str | None,
         flags.option(
@@ -185,7 +175,7 @@ def convert(
             "reported.",
             "--for",
         ),
-    ] = None,
+    ]
     dtype: Annotated[
         list[str] | None,
         flags.option(
@@ -194,9 +184,16 @@ def convert(
             "name, such as '*norm*=float32'; repeatable, the first that matches decides. "
             "Default: nothing is cast.",
         ),
-    ] = None,
-    quant: QuantOption = None,
-    out_of_range: flags.OutOfRangeOption = "inf",
+    ]
+    quant: Annotated[
+        list[str] | None,
+        flags.option(
+            "FORMAT",
+            "Quantize the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q6_k, q4_0, "
+            "with --to gguf also q4_k_m, or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
+        ),
+    ]
+    out_of_range: flags.OutOfRangeOption
     max_shard_size: Annotated[
         str | None,
         flags.option(
@@ -204,7 +201,7 @@ def convert(
             "Most bytes of a file, unless one tensor is larger. Default: usual for the format, 5GB "
             "of safetensors.",
         ),
-    ] = None,
+    ]
     nodes: Annotated[
         str | None,
         flags.option(
@@ -212,7 +209,7 @@ def convert(
             "One folder for each node, with the layers that fit it: how many, or their names "
             "separated by commas.",
         ),
-    ] = None,
+    ]
     budget: Annotated[
         str | None,
         flags.option(
@@ -220,9 +217,9 @@ def convert(
             "With --nodes: most bytes that a node holds, one size for all or one for each "
             "(3GB,3GB,6GB).",
         ),
-    ] = None,
-    select: flags.SelectOption = None,
-    exclude: flags.ExcludeOption = None,
+    ]
+    select: flags.SelectOption
+    exclude: flags.ExcludeOption
     rename: Annotated[
         list[str] | None,
         flags.option(
@@ -230,18 +227,18 @@ def convert(
             "Rename tensors, with * for any text: 'model.*=*'; repeatable, the first that matches "
             "decides.",
         ),
-    ] = None,
-    adapter: flags.AdapterOption = None,
+    ]
+    adapter: flags.AdapterOption
     imatrix: Annotated[
         str | None,
         flags.option(
             "FILE",
             "An importance matrix of llama.cpp, by which the K-quants of GGUF are weighted.",
         ),
-    ] = None,
+    ]
     resume: Annotated[
         bool, flags.switch("--resume", "Continue a conversion that was left unfinished there.")
-    ] = False,
+    ]
     overwrite: Annotated[
         bool,
         flags.switch(
@@ -250,45 +247,43 @@ def convert(
             "file, index and config.json, what an earlier conversion copied, and its folders. Or "
             "begin an unfinished conversion again.",
         ),
-    ] = False,
+    ]
     verify: Annotated[
         bool, flags.switch("--verify", "Read all files back before they are published.")
-    ] = False,
+    ]
     dry_run: Annotated[
         bool, flags.switch("--dry-run", "Show what would be written; write nothing.")
-    ] = False,
+    ]
+
+
+@flags.command
+def convert(
+    path: flags.PathArgument,
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION", help="A folder; made if there is none.")
+    ],
+    *,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
     quiet: flags.SilentOption = False,
+    **given: Unpack[ConvertFlags],
 ) -> None:
     """Write a checkpoint in other dtypes, files, names or formats.
 
     With --nodes, split the checkpoint over nodes. Takes little memory for any size. An interrupted
     conversion continues with --resume.
     """
+    nodes, budget = given["nodes"], given["budget"]
     if budget is not None and nodes is None and "," not in budget:
         raise typer.BadParameter("--budget needs --nodes")
     try:
         report = convert_checkpoint(
-            flags.read_path(flags.read_revision(path, revision), variant, key, like),
+            flags.read_path(path, given),
             destination,
-            to=to,
-            runtime=runtime,
-            dtype=flags.read_rules(dtype),
-            quant=flags.read_quant(quant),
-            out_of_range=out_of_range,
-            max_shard_size=max_shard_size,
             nodes=flags.read_nodes(nodes, budget, None),
-            select=select or (),
-            exclude=exclude or (),
-            rename=flags.read_renames(rename),
-            adapters=flags.read_adapters(adapter),
-            imatrix=imatrix,
-            resume=resume,
-            overwrite=overwrite,
-            verify=verify,
-            dry_run=dry_run,
+            adapters=flags.read_adapters(given["adapter"]),
             progress=False if no_progress or quiet else "auto",
+            **_parsed(given),
         )
     except KeyboardInterrupt:
         if Path(destination, WORK, "journal").exists():
@@ -296,5 +291,5 @@ def convert(
             again = without_secrets(shlex.join(["streamload", *words, "--resume"]))
             complain(f"what is finished is kept; this continues: {again}")
         raise
-    if as_json or dry_run or not quiet:
+    if as_json or given["dry_run"] or not quiet:
         print_lines(*([report.to_json()] if as_json else str(report).splitlines()))

@@ -19,7 +19,7 @@ from streamload.errors import BudgetError, Fit, PlanInfeasibleError
 from streamload.files.hub import Fetch
 from streamload.files.local import ReaderKind
 from streamload.files.page_cache import PageCacheKind
-from streamload.loading.options import CastArgument
+from streamload.loading.options import CastArgument, takes
 from streamload.planning.partition import Node
 from streamload.planning.planner import Residence
 from streamload.planning.quant_policy import QuantArgument
@@ -137,7 +137,16 @@ SilentOption = Annotated[
 ]
 
 
-class LoadFlags(TypedDict, total=False):
+class SourceFlags(TypedDict, total=False):
+    """The options of commands that open PATH."""
+
+    revision: RevisionOption
+    variant: VariantOption
+    key: KeyOption
+    like: LikeOption
+
+
+class LoadFlags(SourceFlags, total=False):
     """The options of the commands ``load`` and ``plan`` that are options of a load."""
 
     budget: Annotated[
@@ -232,6 +241,22 @@ class LoadFlags(TypedDict, total=False):
     ]
 
 
+#: Options of loads that `read_flags` parses.
+_LOADS = LoadFlags.__annotations__.keys() - SourceFlags.__annotations__.keys()
+#: Decorator of commands with ``**given: Unpack[...]``: these options, and those of loads.
+command = takes(
+    dict.fromkeys(
+        (
+            *SourceFlags.__annotations__,
+            *("tokens", "stay", "layers", "host", "rate", "bars", "plot"),
+            *("runtime", "max_shard_size", "nodes", "adapter", "imatrix", "select", "exclude"),
+        )
+    )
+    | {"to": "safetensors"}
+    | dict.fromkeys(("resume", "overwrite", "verify", "dry_run"), False)
+)
+
+
 def as_flags(error: BudgetError) -> BudgetError:
     """Return an error whose suggestions are written as flags of a command, not as Python."""
     if not isinstance(error, PlanInfeasibleError):
@@ -267,8 +292,10 @@ def read_revision(path: str, revision: str | None) -> str:
     return found
 
 
-def read_path(path: str, variant: str | None, key: str | None, like: str | None) -> CheckpointLike:
+def read_path(path: str, given: SourceFlags) -> CheckpointLike:
     """Return ``PATH`` as it is, or its opened checkpoint if an option to open it was given."""
+    path = read_revision(path, given["revision"])
+    variant, key, like = given["variant"], given["key"], given["like"]
     if variant is None and key is None and like is None:
         return path
     return open_checkpoint(path, variant=variant, key=key, like=like)
@@ -276,8 +303,8 @@ def read_path(path: str, variant: str | None, key: str | None, like: str | None)
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:
     """Return the parsed options of a load besides device, budget and residence."""
-    place = ("budget", "device", "residence")
-    options: dict[str, Any] = {n: value for n, value in flags.items() if n not in place}
+    names = _LOADS - {"budget", "device", "residence"}
+    options: dict[str, Any] = {n: value for n, value in flags.items() if n in names}
     parsed = {"dtype": read_rules(flags["dtype"]), "quant": read_quant(flags["quant"])}
     return options | parsed
 

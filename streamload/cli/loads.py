@@ -13,7 +13,7 @@ from typing import Annotated, Any, Unpack
 
 import typer
 
-from streamload.checkpoint.open import Checkpoint, CheckpointLike, open_checkpoint, opened
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines
 from streamload.codecs.stored import read_states
@@ -30,7 +30,6 @@ from streamload.errors import DeviceNotFoundError, PlanInfeasibleError, printabl
 from streamload.loading.load import load_state_dict
 from streamload.loading.load import plan as plan_load
 from streamload.loading.load import split as split_layers
-from streamload.loading.options import takes
 from streamload.planning.plan import PARTS, Plan
 from streamload.planning.tokens import speed_line
 
@@ -38,21 +37,19 @@ from streamload.planning.tokens import speed_line
 _PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"
 
 
+@flags.command
 def inspect(
     path: flags.PathArgument,
-    revision: flags.RevisionOption = None,
-    variant: flags.VariantOption = None,
-    key: flags.KeyOption = None,
-    like: flags.LikeOption = None,
+    *,
     as_json: flags.JsonOption = False,
     quiet: flags.QuietOption = False,
+    **given: Unpack[flags.SourceFlags],
 ) -> None:
     """List the tensors of a checkpoint. Reads headers only.
 
     The tensors of a quantized weight are one line; the few bytes with its shape are read, too.
     """
-    path = flags.read_revision(path, revision)
-    checkpoint = open_checkpoint(path, variant=variant, key=key, like=like)
+    checkpoint = opened(flags.read_path(path, given))
     remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
     quantised = checkpoint.groups if remote else read_states(checkpoint.layouts, checkpoint.groups)
     if as_json:
@@ -129,14 +126,35 @@ def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, QuantizedW
     )
 
 
-@takes()
+class PlanFlags(flags.LoadFlags, total=False):
+    """The options of ``plan``."""
+
+    bars: Annotated[
+        bool | None,
+        flags.switch(
+            "--bars/--no-bars",
+            "Draw a bar for each device or node. Default: where stdout is a terminal.",
+        ),
+    ]
+    plot: Annotated[str | None, flags.option("FILE", "Draw an SVG chart there.")]
+    tokens: flags.TokensOption
+    stay: flags.StayOption
+    layers: flags.LayersOption
+    host: flags.HostOption
+    rate: Annotated[
+        str | None,
+        flags.option(
+            "SIZE",
+            "With --offload: bytes a second that reach the device, such as 40GB, to show how long "
+            "a pass takes.",
+        ),
+    ]
+
+
+@flags.command
 def plan(
     path: flags.PathArgument,
     *,
-    revision: flags.RevisionOption = None,
-    variant: flags.VariantOption = None,
-    key: flags.KeyOption = None,
-    like: flags.LikeOption = None,
     nodes: Annotated[
         str | None,
         flags.option(
@@ -153,14 +171,6 @@ def plan(
             "such as 2x4: layers over 2 groups, tensors over 4 nodes of each. Default: layers.",
         ),
     ] = None,
-    bars: Annotated[
-        bool | None,
-        flags.switch(
-            "--bars/--no-bars",
-            "Draw a bar for each device or node. Default: where stdout is a terminal.",
-        ),
-    ] = None,
-    plot: Annotated[str | None, flags.option("FILE", "Draw an SVG chart there.")] = None,
     offload: Annotated[
         bool,
         flags.switch(
@@ -169,26 +179,22 @@ def plan(
             "would stream at every pass.",
         ),
     ] = False,
-    tokens: flags.TokensOption = None,
-    stay: flags.StayOption = None,
-    layers: flags.LayersOption = None,
-    host: flags.HostOption = None,
-    rate: Annotated[
-        str | None,
-        flags.option(
-            "SIZE",
-            "With --offload: bytes a second that reach the device, such as 40GB, to show how long "
-            "a pass takes.",
-        ),
-    ] = None,
     as_json: flags.JsonOption = False,
     quiet: flags.QuietOption = False,
-    **given: Unpack[flags.LoadFlags],
+    **given: Unpack[PlanFlags],
 ) -> None:
     """Show the plan of a load, and whether it fits. Reads headers only."""
     asked = flags.read_flags(given)
+    tokens, rate, layers, host = given["tokens"], given["rate"], given["layers"], given["host"]
+    bars, plot, kept = given["bars"], given["plot"], given["stay"] or ()
     if not offload:
-        for_offload = {"tokens": tokens, "rate": rate, "stay": stay, "layers": layers, "host": host}
+        for_offload = {
+            "tokens": tokens,
+            "rate": rate,
+            "stay": given["stay"],
+            "layers": layers,
+            "host": host,
+        }
         flags.refuse_without_offload(for_offload)
     over = flags.read_nodes(nodes, given["budget"], given["device"])
     over_tensors = split not in (None, "layers")
@@ -197,14 +203,13 @@ def plan(
     if offload and over is not None and (layers or host):
         raise typer.BadParameter("--layers and --host are for one device, without --nodes")
     place = flags.read_place(given) if over is None else {}
-    checkpoint = flags.read_path(flags.read_revision(path, revision), variant, key, like)
+    checkpoint = flags.read_path(path, given)
     if over_tensors and over is not None:
         from streamload.distributed.tensor_split import split_tensors  # few need it
 
         shares = split_tensors(checkpoint, nodes=over, split=split or "", **asked)
         print_lines(*(shares.to_json() if as_json else str(shares)).splitlines())
         return
-    kept = stay or ()
     if offload and over is not None:
         from streamload.distributed.offload_split import split_offload  # few need it
 
@@ -261,14 +266,10 @@ def _marks() -> str:
     return BLOCKS
 
 
-@takes()
+@flags.command
 def load(
     path: flags.PathArgument,
     *,
-    revision: flags.RevisionOption = None,
-    variant: flags.VariantOption = None,
-    key: flags.KeyOption = None,
-    like: flags.LikeOption = None,
     verify: Annotated[
         bool,
         flags.switch(
@@ -299,22 +300,22 @@ def load(
     asked = {**flags.read_flags(given), **flags.read_place(given)}
     asked["progress"] = False if no_progress or quiet else "auto"
     launch, silent = find_launch(), False
-    path = flags.read_revision(path, revision)
-    checkpoint: CheckpointLike = path
+    checkpoint: CheckpointLike
     if launch is not None and launch.size != 1:
         if isinstance(asked["device"], list):
             raise ValueError("over nodes, each rank loads to one device: start a rank for each")
         if asked.pop("residence") != "memory":
             raise ValueError("over nodes, weights are loaded to memory: leave --residence away")
         for given_path, problem in (
-            (variant, "PATH is a variant's file or index: leave --variant away"),
-            (key, "PATH has one dict of tensors: convert it with --key first"),
-            (like, "PATH has no shapes: convert it with --like first"),
+            (given["variant"], "PATH is a variant's file or index: leave --variant away"),
+            (given["key"], "PATH has one dict of tensors: convert it with --key first"),
+            (given["like"], "PATH has no shapes: convert it with --like first"),
         ):
             if given_path is not None:
                 raise ValueError(f"over nodes, {problem}")
         from streamload.distributed import load as distributed  # its engines may be missing
 
+        checkpoint = path = flags.read_revision(path, given["revision"])
         report = distributed.load_state_dict(
             None,
             path,
@@ -325,7 +326,7 @@ def load(
         )
         silent = launch.rank > 0
     else:
-        checkpoint = flags.read_path(path, variant, key, like)
+        checkpoint = flags.read_path(path, given)
         report = load_state_dict(None, checkpoint, **asked)
     problems: list[str] = []
     if verify:

@@ -227,7 +227,7 @@ def takes(
     options that the docstring does not describe get the description in `LoadOptions`.
 
     Args:
-        changed: defaults of this function that are not those in `DEFAULTS`.
+        changed: defaults of this function that `DEFAULTS` lacks, or has otherwise.
         **former: arguments that the function had once, with the hint that the error gives.
     """
 
@@ -237,9 +237,8 @@ def takes(
         *own, last = signature.parameters.values()
         (dictionary,) = get_args(hints.pop(last.name))
         types = get_type_hints(dictionary, include_extras=True)
-        defaults = {
-            name: changed.get(name, default) for name, default in DEFAULTS.items() if name in types
-        }
+        new = {name: value for name, value in changed.items() if name not in DEFAULTS}
+        defaults = {n: value for n, value in {**new, **DEFAULTS, **changed}.items() if n in types}
         own = [each.replace(annotation=hints[each.name]) for each in own]
         required = [each for each in own if each.default is each.empty]
         options = [
