@@ -40,21 +40,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import open_shard
 from streamload.core.interrupt import Interrupt, without_locals
 from streamload.core.memory import STAGING, Ledger
-from streamload.devices.base import Buffer, Device, QueuedWork, Ticket
+from streamload.devices.base import Buffer, QueuedWork, Ticket
 from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.holding import Holding
 from streamload.offloading.layers import Layer, LayerState, RoundStats, Slots
-from streamload.planning.plan import Plan
-from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.loop import Crew, crew_of
 from streamload.streaming.memory_watch import PassWatch
 from streamload.streaming.state import Sink, Transfer, WorkItem, written_nbytes
@@ -69,12 +66,9 @@ class Bringer(Holding, Sink):
 
     def __init__(
         self,
-        plan: Plan,
-        checkpoint: Checkpoint,
-        device: Device,
+        transfer: Transfer,
         layers: Sequence[Layer],
         memory: Slots,
-        changes: Changes = NO_CHANGES,
         experts: ExpertCache | None = None,
         watch: PassWatch | None = None,
     ) -> None:
@@ -83,10 +77,11 @@ class Bringer(Holding, Sink):
         ``layers``: those of a pass in the expected order, then all experts; ``watch``: what R looks
         at before each layer, or None.
         """
-        super().__init__(plan, layers, memory, experts)
+        super().__init__(transfer.plan, layers, memory, experts)
         self.stats = RoundStats(stalls=[0.0] * self._first_expert)
-        self._plan, self._checkpoint, self._device = plan, checkpoint, device
-        self._changes, self._watch = changes, watch
+        (self._device,) = transfer.devices.values()
+        largest = max([1, *(layer.read_nbytes for layer in layers)])
+        self._transfer, self._watch = replace(transfer, refill_nbytes=largest), watch
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._active_s = 0.0
         self.calls = 0
@@ -184,18 +179,13 @@ class Bringer(Holding, Sink):
 
     def _bring(self) -> None:
         """Read layers into slots with worker threads, until idle for `_IDLE_S` seconds."""
-        plan = self._plan
+        plan = self._transfer.plan
         ledger = Ledger(
             {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
         )
-        devices = {d.device: self._device for d in plan.devices}
-        largest = max([1, *(layer.read_nbytes for layer in self._layers)])
-        transfer = Transfer(
-            *(plan, self._checkpoint, devices, self._changes, open_shard), refill_nbytes=largest
-        )
         if self._views is not None:
             self.bring = self._views.bring
-        with crew_of(transfer, self, ledger, Interrupt(None)) as crew, ExitStack() as stack:
+        with crew_of(self._transfer, self, ledger, Interrupt(None)) as crew, ExitStack() as stack:
             if self._views is not None:
                 stack.push(self._leave_files)
             stack.callback(crew.join)

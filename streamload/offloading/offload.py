@@ -37,6 +37,7 @@ from streamload.planning.shares import Share
 from streamload.planning.sources import Found
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.streaming.memory_watch import PassWatch
+from streamload.streaming.state import Transfer
 
 
 class Streaming(NamedTuple):
@@ -435,23 +436,17 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
         Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
         for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
-    watch = _watch(made)
+    # passes will have touched slots and staging
+    watch = PassWatch(made.device, made.passes_nbytes)
     memory: Slots
     if made.views:
         memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
     else:
         memory = _arena(made, problem, device, kind)
-    return Rounds(
-        *(made.stream, problem.checkpoint, device, layers, memory),
-        changes=problem.options.changes,
-        experts=ExpertCache(made.experts, residency.cache_slots),
-        watch=watch,
-    )
-
-
-def _watch(made: OffloadPlan) -> PassWatch:
-    """Return a watch of the host's memory, of which passes will have touched slots and staging."""
-    return PassWatch(made.device, made.passes_nbytes)
+    devices = {made.stream.devices[0].device: device}
+    transfer = Transfer(made.stream, problem.checkpoint, devices, problem.options.changes)
+    experts = ExpertCache(made.experts, residency.cache_slots)
+    return Rounds(transfer, layers, memory, experts, watch)
 
 
 def _arena(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Slots:

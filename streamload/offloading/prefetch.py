@@ -227,10 +227,12 @@ class Rounds(Bringer):
     @property
     def may_pause(self) -> bool:
         """Whether `pause` leaves no device memory, and the host has room for another such load."""
-        on_device = self._views is not None or any(d.scratch_nbytes for d in self._plan.devices)
+        on_device = self._views is not None or any(
+            d.scratch_nbytes for d in self._transfer.plan.devices
+        )
         if on_device or self.experts.count or self._closed or os.getpid() != self._process:
             return False
-        return available_host_nbytes() >= self._plan.host_nbytes
+        return available_host_nbytes() >= self._transfer.plan.host_nbytes
 
     def pause(self) -> None:
         """Free the slots until `resume`; threads, staging and files are released when idle."""

@@ -31,6 +31,7 @@ from streamload.planning.match import wants_of
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import sources
 from streamload.streaming.loop import Crew
+from streamload.streaming.state import Transfer
 
 _ALIGNMENT = 512
 
@@ -186,9 +187,7 @@ def _made(
     slot_nbytes = -(-max(taken) // max(slots - 1, 1) // _ALIGNMENT) * _ALIGNMENT
     memory = _Slots(slots, slot_nbytes, nbytes)
     rounds = Rounds(
-        plan,
-        checkpoint,
-        device,
+        Transfer(plan, checkpoint, {plan.devices[0].device: device}),
         [
             Layer(name, range(places[0], places[-1] + 1), -(-t // slot_nbytes), sum(n))
             for (name, places), n, t in zip(found, nbytes, taken, strict=True)
