@@ -26,7 +26,7 @@ from typing import IO, Any, Protocol, Self
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.weights import Packed
 from streamload.core.memory import HostMemory
-from streamload.core.system import python_command
+from streamload.core.system import KILLED_FIRST, python_command
 from streamload.core.units import format_bytes
 from streamload.errors import DeviceError, StreamloadError
 from streamload.planning.dequantize import dequantized
@@ -40,7 +40,7 @@ _KEPT_NBYTES = 2 * _CHILD_NBYTES  # the child is kept for the next question if s
 _TIMEOUT_S = 300.0
 _LISTED = 4
 #: Code of the child process. Other output there goes to its standard error.
-_CODE = (
+_CODE = KILLED_FIRST + (
     "import os; out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
     "from streamload.conversion.openable import answer; answer(out)"
 )

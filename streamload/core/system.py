@@ -77,8 +77,17 @@ def python_command(code: str, *arguments: str, sites: Sequence[str] = ()) -> lis
     return [sys.executable, *flags, "-c", f"import sys; sys.path[:] = {path!a}\n{code}", *arguments]
 
 
+#: Begins programs of child processes that this one can do without: if memory runs out, the kernel
+#: kills them first, and not their larger parent.
+KILLED_FIRST = """
+try:
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+except OSError:
+    pass  # no Linux
+"""
 #: Begins the program of `bounded_child`.
-_BOUNDED = """
+_BOUNDED = f"""{KILLED_FIRST}
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (2**30, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -104,6 +113,10 @@ _MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
 _EXACT_NBYTES = 2**18  # read from a map at once, if the kernel may not read ahead
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10  # on Linux, macOS and the BSDs
+# MAP_NORESERVE is new in Python 3.13; Linux has the same value on these machines
+_SAME = ("x86_64", "i686", "aarch64", "armv7l", "riscv64", "s390x", "loongarch64")
+_IS_SAME = sys.platform == "linux" and os.uname().machine in _SAME
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _IS_SAME else 0)
 _HUGE_PAGE = 2**21  # on x86-64 and AArch64; systems with larger ones give none
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -443,7 +456,7 @@ def map_privately(file: FileIO) -> mmap.mmap:
     The map outlives the file's descriptor. No memory is reserved for written pages: a file may be
     longer than memory.
     """
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | _NORESERVE
     fd, access = file.fileno(), mmap.PROT_READ | mmap.PROT_WRITE
     nbytes = os.fstat(fd).st_size
     # in the place of memory: before Python 3.13, a map of a file keeps a copy of its descriptor

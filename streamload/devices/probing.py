@@ -23,12 +23,17 @@ import numpy as np
 from streamload.core.bounded_json import parse_json
 from streamload.core.disk_cache import keep, read_kept
 from streamload.core.dtypes import BY_NAME, DType
-from streamload.core.system import python_command
+from streamload.core.system import KILLED_FIRST, python_command
 from streamload.devices.base import Device, DTypeStatus, Framework, ProbeResult, StagedElements
 from streamload.devices.names import framework
 
 _PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
 _PROBE_TIMEOUT_S = 120.0
+# tinygrad takes 120 MB on the CPU and 230 on OpenCL (PoCL), and 310 for a full probe.
+_KILLED = (
+    "its test was killed, as the kernel does if memory runs out: a test takes 120 to 310 MB in a "
+    "process of its own; run `streamload devices` where so much is free, its results are kept"
+)
 
 
 def probe(
@@ -57,8 +62,10 @@ def _probed(owner: Framework, key: tuple[str, str, bool], timeout_s: float) -> P
     trusted = owner.trusted(device)
     if trusted and not owner.lasting(device):
         return owner.probe(device, full)
-    parts = ["probe", *map(str, key), owner.fingerprint(device), sys.version, sys.executable]
-    result = _read_probe(read_kept(*parts))
+    facts = (owner.fingerprint(device), sys.version, sys.executable)
+    parts = ["probe", *map(str, key), *facts]
+    more = ["probe", *key[:2], "True", *facts]  # a full probe's result serves any
+    result = _read_probe(read_kept(*parts)) or _read_probe(read_kept(*more))
     if result is None:
         result = owner.probe(device, full) if trusted else _probe_in_child(*key, timeout_s)
         # a failure may be mended without a new fingerprint, and a dtype that seems broken in this
@@ -83,7 +90,7 @@ def nvidia_parts() -> list[str]:
 
 def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: float) -> ProbeResult:
     """Probe a device in a child process; if the child crashes or hangs, it does not work."""
-    code = (
+    code = KILLED_FIRST + (
         "import json, sys; from dataclasses import asdict; from streamload.devices import names; "
         "result = names.framework(sys.argv[1]).probe(sys.argv[2], sys.argv[3] == 'True'); "
         "print('\\n' + json.dumps(asdict(result)))"
@@ -123,7 +130,10 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
     result = _read_probe(lines[-1].encode() if lines else None)
     if result is None:
         died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit {child.returncode}"
-        result = ProbeResult(device, False, f"{died}: {said[-1] if said else 'no message'}")
+        problem = f"{died}: {said[-1] if said else 'no message'}"
+        if child.returncode == -signal.SIGKILL:
+            problem = _KILLED
+        result = ProbeResult(device, False, problem)
     return result if result.works else replace(result, problem=result.problem + hint)
 
 

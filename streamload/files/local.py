@@ -329,8 +329,6 @@ class MmapReader(PreadReader):
 
     def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
         super().__init__(path, file_nbytes, state)
-        # elsewhere, and before Linux 5.14, pages are faulted in as they are touched
-        self._populates = sys.platform == "linux"
         self._map: FileMap | None = None
         self.mapped = self.leased
         if not self.mapped:
@@ -369,9 +367,9 @@ class MmapReader(PreadReader):
                 held.leave(start, stop)
 
     def stop_ahead(self) -> None:
-        """Disable reading ahead, and mapping, too: a page fault reads the pages around it."""
         super().stop_ahead()
-        self.mapped = False
+        if self._map is not None:
+            self._map.stop_ahead()
 
     def close(self) -> None:
         """Close the file; the map is unmapped after its last window."""
@@ -380,16 +378,14 @@ class MmapReader(PreadReader):
 
     def _populate(self, held: FileMap, start: int, stop: int) -> None:
         """Read a window's pages; raise CheckpointError if touching them would end in SIGBUS."""
-        while self._populates and (code := held.populate(start, stop)):
-            if code == errno.EINVAL:  # this kernel cannot populate
-                self._populates = False
-            elif code == errno.EFAULT:
-                if (found := self._found_nbytes()) < stop:  # a lease is broken after 45 s
-                    raise self._truncated(found)
-                # the file has its length: reading the storage failed
-                raise unreadable(self.path, OSError(errno.EIO, os.strerror(errno.EIO)))
-            elif code != errno.EINTR:
-                raise unreadable(self.path, OSError(code, os.strerror(code)))
+        code = held.populate(start, stop)
+        if code == errno.EFAULT:
+            if (found := self._found_nbytes()) < stop:  # a lease is broken after 45 s
+                raise self._truncated(found)
+            # the file has its length: reading the storage failed
+            code = errno.EIO
+        if code:
+            raise unreadable(self.path, OSError(code, os.strerror(code)))
 
 
 class DirectReader(PreadReader):

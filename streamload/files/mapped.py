@@ -8,13 +8,11 @@ import threading
 import weakref
 from collections import Counter
 
-from streamload.core.system import libc, map_file
+from streamload.core.system import libc, map_file, populate_shared
 
-_PAGE = mmap.PAGESIZE
 # A fault also maps the pages around it: 64 KiB, or a large folio of the page cache, which has at
 # most this size with pages of 4 KiB. Windows are therefore dropped in blocks of this size.
 _BLOCK = 2**21
-_MADV_POPULATE_READ = 22  # Linux 5.14 and later
 
 
 class FileMap:
@@ -33,13 +31,18 @@ class FileMap:
         self.data = memoryview(owner).cast("B").toreadonly()
         self._address = address
         self._stop = address + nbytes
+        self._ahead = True
         self._lock = threading.Lock()
         self._windows: Counter[int] = Counter()  # number of open windows, by block
 
     def populate(self, start: int, stop: int) -> int:
-        """Read and map the pages of bytes ``start`` to ``stop``; return 0 or an errno."""
-        first = (self._address + start) // _PAGE * _PAGE
-        return _madvise(first, self._address + stop, _MADV_POPULATE_READ)
+        """Read and map the pages of bytes ``start`` to ``stop``; see `populate_shared`."""
+        return populate_shared(self._address + start, self._address + stop, ahead=self._ahead)
+
+    def stop_ahead(self) -> None:
+        """Let no fault, and no `populate`, read more than its pages."""
+        self._ahead = False
+        _madvise(self._address, self._stop, mmap.MADV_RANDOM)
 
     def enter(self, start: int, stop: int) -> None:
         """Register an open window of bytes ``start`` to ``stop``, so that its pages stay mapped."""
@@ -63,6 +66,6 @@ class FileMap:
         return range((self._address + start) // _BLOCK, (self._address + stop - 1) // _BLOCK + 1)
 
 
-def _madvise(first: int, last: int, advice: int) -> int:
-    """Call madvise(2) on addresses ``first`` to ``last``, exclusive; return 0 or an errno."""
-    return 0 if libc().madvise(first, last - first, advice) == 0 else ctypes.get_errno()
+def _madvise(first: int, last: int, advice: int) -> None:
+    """Call madvise(2) on addresses ``first`` to ``last``, exclusive."""
+    libc().madvise(first, last - first, advice)

@@ -121,8 +121,8 @@ class Reader(ABC):
     def stop_ahead(self) -> None:  # noqa: B027
         """Disable reading ahead: bring only requested bytes into the page cache, few at a time.
 
-        For hosts with little memory, as pages being read cannot be reclaimed. Windows are read, not
-        mapped, then. Call this before the first read.
+        For hosts with little memory, as pages being read cannot be reclaimed. Call this before the
+        first read.
         """
 
     def unchanged(self) -> AbstractContextManager[None]:

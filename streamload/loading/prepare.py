@@ -76,8 +76,6 @@ _LEAST_CHUNK_NBYTES = 2**16
 # Past the page cache fewer and longer reads are better, with the same bytes under way.
 _DIRECT_THREADS = 2
 _DIRECT_CHUNK_NBYTES = 16 * 2**20
-# One thread, where a map was asked for and less than `ahead_nbytes` is left.
-_LEAST_MAP_ROOM_NBYTES = 20 * 2**20
 # To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
 _WIDER_NBYTES = 64 * 2**20
 
@@ -238,8 +236,6 @@ class Options:
         maps = self._maps_fit(found, request, taken)
         if free - taken >= ahead_nbytes(found) and maps:
             return found
-        if self.reader == "mmap":
-            return _mapped_in_little(found, taken, free)
         left = format_bytes(max(free - taken, 0))
         note = f"the kernel reads nothing ahead: the host would be left with {left}"
         if not maps:
@@ -320,23 +316,6 @@ class Options:
 
 def _less(nbytes: int | None, reserved: int) -> int | None:
     return None if nbytes is None else max(nbytes - reserved, 0)
-
-
-def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
-    """Return a plan that maps files with one thread; PlanInfeasibleError if that is too large.
-
-    ``taken_nbytes``: host bytes that ``made`` needs, of ``free_nbytes``.
-    """
-    if free_nbytes - taken_nbytes >= _LEAST_MAP_ROOM_NBYTES:
-        note = "one thread: files are mapped, and the host has little memory"
-        return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
-    raise PlanInfeasibleError(
-        "host",
-        taken_nbytes + ahead_nbytes(made),
-        free_nbytes,
-        limit="free memory",
-        would_fit=[Fit("reader", '="pread"')],
-    )
 
 
 class Call(NamedTuple):

@@ -3,7 +3,7 @@
 Pages that a disk is filling are locked: they count in a memory cgroup, and cannot be reclaimed. The
 kernel reads ahead of every thread, 8 to 16 MiB on some disks, so a load that leaves less than that
 free is killed. If a plan leaves little, the kernel reads nothing ahead: cold files are read past
-the page cache, and others in pieces of 256 KiB.
+the page cache, and others in pieces of 256 KiB. reader="mmap" maps them in such pieces.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ def reader_choice(
         views = "views with strides" if not header.parts else "in chunks of several files"
         return ReaderChoice("pread", f"some of its tensors are {views}")
     choice = choose_reader(header.path, reader, page_cache=page_cache, whole_slots=whole_slots)
-    if reading == "ahead" or choice.kind != "mmap":
+    if reading == "ahead" or choice.kind != "mmap" or reader == "mmap":
         return choice
     return replace(choice, kind="pread", reason="not mapped: the host has little memory")

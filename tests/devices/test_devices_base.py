@@ -323,6 +323,7 @@ def test_a_probe_that_hangs_is_ended_with_all_that_it_started(
     ("code", "problem"),
     [
         ("import os; os.kill(os.getpid(), 11)", "signal 11: no message"),
+        ("import os; os.kill(os.getpid(), 9)", probing._KILLED),
         ("import sys; sys.stderr.write('first\\nlast\\n'); sys.exit(3)", "exit 3: last"),
         ("print('[1, 2]', flush=True); import os; os._exit(0)", "exit 0: no message"),
         ("raise ValueError('odd')", "exit 1: ValueError: odd"),

@@ -18,6 +18,7 @@ import pytest
 from parameters import few
 
 from streamload.bench.compare import forget
+from streamload.core import system
 from streamload.core.system import (
     filesystem_in_memory,
     filesystem_of,
@@ -31,7 +32,7 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.files import local as readers
-from streamload.files import mapped, page_cache
+from streamload.files import page_cache
 from streamload.files.local import (
     MAPPED_FILESYSTEMS,
     MmapReader,
@@ -338,15 +339,14 @@ def test_population_past_the_end_is_an_error_and_no_signal(tmp_path: Path) -> No
 
 
 def test_kernel_that_cannot_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel does not know the advice, pages are faulted in; it is asked only once."""
-    monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)  # EINVAL, as from an older kernel
+    """Where the kernel does not know the advice, pages are faulted in."""
+    monkeypatch.setattr(system, "_MADV_POPULATE_READ", 9999)  # EINVAL, as from an older kernel
     content = write(tmp_path / "f", 5 * PAGE)
     with open_reader(tmp_path / "f", 5 * PAGE, "mmap") as reader:
         assert isinstance(reader, MmapReader)
         for _ in range(2):
             with reader.view(100, 4 * PAGE) as view:
                 assert view == content[100 : 4 * PAGE]
-            assert not reader._populates
 
 
 def test_read_error_is_ours(tmp_path: Path) -> None:
@@ -564,7 +564,6 @@ def test_nothing_is_read_ahead(tmp_path: Path, kind: Kind) -> None:
     forget([path])
     with open_reader(path, len(data), kind) as reader:
         reader.stop_ahead()
-        assert not reader.mapped
         out = bytearray(10**6)
         reader.read_into(at, memoryview(out))
         assert out == data[at : at + len(out)]
@@ -593,6 +592,18 @@ def test_pages_of_a_map_come_alone(tmp_path: Path) -> None:
         assert bytes(whole[3 * MIB : 3 * MIB + 10**6]) == data[3 * MIB : 3 * MIB + 10**6]
         assert 10**6 <= _resident_nbytes(path) <= 10**6 + 2 * PAGE
         del whole
+
+
+def test_a_file_longer_than_memory_is_mapped_privately(tmp_path: Path) -> None:
+    """Pages that are written take memory, not the map; the kernel refuses to reserve as much."""
+    if system.file_text(Path("/proc/sys/vm/overcommit_memory")).strip() == "2":
+        pytest.skip("this kernel reserves memory for every map")
+    nbytes = 4 * os.sysconf("SC_PHYS_PAGES") * PAGE
+    with open(tmp_path / "file", "w+b", buffering=0) as file:
+        file.truncate(nbytes)
+        with map_privately(file) as memory:  # type: ignore[arg-type]
+            memory[nbytes - 1] = 1
+            assert len(memory) == nbytes
 
 
 def _resident_nbytes(path: Path) -> int:
