@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, opened
-from streamload.codecs.cast_table import CastCounts, OutOfRange
+from streamload.codecs.cast_table import CastCounts, OutOfRange, cast_engine
 from streamload.codecs.parts import QuantCounts
 from streamload.conversion import disk
 from streamload.conversion.companions import LARGEST_COPIED_NBYTES
@@ -277,8 +277,16 @@ def convert(
         )
         written = Destination(plan).in_memory()
         if codes or turned or written is not None:
+            # compiled now, so that free memory tells how much that took
+            compiled = all([cast_engine(*pair) != "numpy" for pair in plan.casts])
             way = choose_way(
-                checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned, written=written
+                checkpoint,
+                dtypes,
+                weights,
+                nodes=bool(nodes),
+                turned=turned,
+                compiled=compiled,
+                written=written,
             )
         is_whole = not (nodes or options.selection.select or options.selection.exclude)
         opens = is_whole and options.verdict is not None

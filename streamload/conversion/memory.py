@@ -30,6 +30,7 @@ _REMOTE_THREADS = 8  # each waits for a server most of the time
 
 # Each is a little more than the counters of memory cgroups showed.
 _RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files: 1.5 MB
+_OPEN_NBYTES = 2**19  # without the journal, which counts with the files in memory: 0.1 to 0.4 MB
 _CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
 _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
 _TENSOR_NBYTES = 600  # a tensor in plan, journal and report: 310 to 540, most for JSON
@@ -73,7 +74,7 @@ class Way:
     @property
     def nbytes(self) -> int:
         """Most bytes of host memory that threads take."""
-        reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
+        reading = min(BOUNCE_NBYTES, self.block_nbytes) if self.direct else AHEAD_NBYTES
         return self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
 
     @property
@@ -89,13 +90,14 @@ def choose_way(
     *,
     nodes: bool,
     turned: bool = False,
+    compiled: bool = False,
     written: InMemory | None = None,
 ) -> Way:
     """Return the fastest `Way` that fits into free memory; PlanInfeasibleError if none does.
 
     ``dtypes`` are all that tensors may be cast to, ``weights`` those to quantize; ``nodes``: the
     output is split over nodes; ``turned``: some tensors are joined from others, or permuted;
-    ``written``: the files, if they are written to memory.
+    ``compiled``: all casts are compiled already; ``written``: the files, if they go to memory.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
@@ -129,13 +131,15 @@ def choose_way(
     is_cast = any(d is not None and floats - {d} for d in dtypes)
     casts_nbytes = _QUANT_NBYTES * bool(weights)
     changed = [info for info in checkpoint.tensors.values() if isinstance(info, Changed)]
-    casts_nbytes += _CAST_NBYTES * (is_cast or bool(weights) or any_turned or bool(changed))
+    is_compiling = is_cast and not compiled
+    casts_nbytes += _CAST_NBYTES * (is_compiling or bool(weights) or any_turned or bool(changed))
     row_nbytes = F64.itemsize * max((info.row_numel for info in changed), default=0)
     changing_nbytes = _CHANGED_COPIES * max(CHANGED_NBYTES, row_nbytes) * bool(changed)
     changing_nbytes += max((info.changes.thread_nbytes for info in changed), default=0)
     decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
     stay_nbytes = written.nbytes + written.nbytes // _KEPT_SHARE if written is not None else 0
-    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes + stay_nbytes
+    run_nbytes = _RUN_NBYTES if written is None else _OPEN_NBYTES
+    always_nbytes = run_nbytes + casts_nbytes + tensors_nbytes + decoding_nbytes + stay_nbytes
 
     def blocks_nbytes(way: Way) -> int:
         return way.nbytes + (way.dirty_nbytes if written is None else 0)
@@ -147,7 +151,7 @@ def choose_way(
         ("values that adapters change", ways[-1].threads * changing_nbytes),
         ("scales of quantised weights", decoding_nbytes),
         ("statistics of weights that are quantised", sum(under_way[: ways[-1].threads])),
-        ("threads and their blocks", _RUN_NBYTES + blocks_nbytes(ways[-1])),
+        ("threads and their blocks", run_nbytes + blocks_nbytes(ways[-1])),
     ]
     return first_that_fits(
         [

@@ -257,6 +257,18 @@ class ConvertPlan:
         """Number of tensors to write."""
         return sum(len(file.tensors) for file in self.files)
 
+    @property
+    def casts(self) -> dict[tuple[DType, DType], None]:
+        """The (source, output) dtypes of all elements that are not dequantized."""
+        return dict.fromkeys(
+            (info.read_dtype, t.dtype if t.coding is None else t.src)
+            for file in self.files
+            for t in file.tensors
+            if t.coding is None or t.made is not None
+            for info in t.infos
+            if not info.dtype.is_packed
+        )
+
     def tensors(self) -> Iterator[tuple[str, OutFile, OutTensor]]:
         """Yield (key, file, tensor), as the journal counts them; a key is NAME, or NODE/NAME."""
         for file in self.files:

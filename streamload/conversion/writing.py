@@ -86,15 +86,8 @@ class Writer:
         self._out_of_range: OutOfRange = plan.options["out_of_range"]
         self._way = way
         tensors = [t for f in plan.files for t in f.tensors]
-        pairs = dict.fromkeys(
-            (info.read_dtype, t.dtype if t.coding is None else t.src)
-            for t in tensors
-            if t.coding is None or t.made is not None
-            for info in t.infos
-            if not info.dtype.is_packed
-        )
         self._casts: dict[tuple[DType, DType], Cast] = {
-            pair: make_cast(*pair, out_of_range=self._out_of_range) for pair in pairs
+            pair: make_cast(*pair, out_of_range=self._out_of_range) for pair in plan.casts
         }
         self._decoders = Decoders(self._out_of_range)
         any_turned = any(t.turn is not None for t in tensors)

@@ -14,6 +14,7 @@ from typing import Any
 import needs
 import pytest
 from bench_parts.section import forget
+from box_load import run_boxed
 from boxes import Boxes, BoxRun
 from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 from parameters import product
@@ -307,6 +308,21 @@ def test_a_conversion_to_memory_is_done_or_refused(
     command = _command("convert", source, out)
     done = _run(cgroup, command, 90_000_000)
     assert f"{out} is on tmpfs, which keeps files in memory: write to a disk" in done.stderr
+
+
+def test_a_conversion_to_memory_takes_what_its_refusal_says(
+    cgroup: Boxes, tmp_path: Path, in_memory: Path
+) -> None:
+    """Within 2%, with what opening and compiling took before, by the kernel's counters."""
+    make_checkpoint(tmp_path / "source", shape_of_size(60_000_000, BF16))
+    case = {"path": str(tmp_path / "source"), "convert": str(in_memory / "out"), "device": "host"}
+    case |= {"state": "none", "options": {"dtype": "float16"}}
+    found = run_boxed(cgroup, case, lambda charged: charged + 60_000_000)
+    assert found["outcome"] == "refused", found
+    predicted = found["room_nbytes"] + found["said"]["lacks_nbytes"]
+    found = run_boxed(cgroup, case, lambda charged: charged + predicted + 500_000)
+    assert found["outcome"] == "loaded", found
+    assert predicted < 1.02 * found["charged_nbytes"]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 from parameters import product
 from safetensors_files import write_safetensors
 
+from streamload.bench.compare import forget
 from streamload.core.dtypes import BF16
 
 needs.module("torch")
@@ -149,6 +150,16 @@ def test_what_is_replaced_is_given_back_in_time(
     assert predicted < (0.85 if dtype == "float32" else 0.25) * weights
     found = _load(cgroup, folder / "small", device, "resident", predicted + ROOM_NBYTES, **said)
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
+
+
+def test_a_map_needs_no_room_for_what_is_read_ahead(cgroup: Boxes, folder: Path) -> None:
+    """It is read in small pieces, as by pread, where it was refused with 20 MB to spare."""
+    [file] = (folder / "large").glob("*.safetensors")
+    forget([file])
+    said = {"reader": "mmap", "held": "float16", "budget": "1GB"}
+    found = _load(cgroup, folder / "large", "host", "none", NBYTES + ROOM_NBYTES, **said)
+    assert (found["outcome"], found["why"]) == ("loaded", ""), found
+    assert found["said"]["readers"] == ["mmap"]
 
 
 @pytest.mark.slow

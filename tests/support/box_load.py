@@ -3,7 +3,7 @@
 A case is a dict: "path"; "device" ("host", "torch", "CL" or "CPU"); "state" of the model, see
 `STATES`; "kind" ("dict" or "object"); "held", its dtype; "options" of the load; "shapes", a
 checkpoint with the model's shapes; "unchecked", if bytes are not compared; "layers", if two passes
-of `stream_layers` run instead of a load.
+of `stream_layers` run instead of a load; "convert", the folder of a conversion instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench_parts.boxed_job import NUMPY, Raw, tensors_of
 from bench_parts.boxed_section import boxed
 from boxes import Boxes
 
-from streamload import load_state_dict, stream_layers
+from streamload import convert, load_state_dict, stream_layers
 from streamload.bench.loaders import RUNTIMES
 from streamload.bench.processes import call
 
@@ -156,11 +156,16 @@ class Job:
                         pass
                 return {"outcome": "loaded", "predicted_nbytes": layers.report.process_nbytes}
         try:
+            if self._case.get("convert"):
+                convert(path, self._case["convert"], progress=False, **options)
+                return {"outcome": "loaded"}
             report: Any = load_state_dict(
                 self._model, path, device=self._device, progress=False, **options
             )
         except Exception as error:
-            return {"outcome": type(error).__name__, "error": str(error)[:400]}
+            lacks = getattr(error, "needed_nbytes", 0) - getattr(error, "budget_nbytes", 0)
+            said = {"error": str(error)[:400], "lacks_nbytes": lacks}
+            return {"outcome": type(error).__name__, **said}
         self._report = report
         return {
             "outcome": "loaded",
