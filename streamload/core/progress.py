@@ -102,12 +102,14 @@ def _bar(total_nbytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr; yield the function that takes the bytes done so far."""
     from rich import progress
     from rich.console import Console
+    from rich.table import Column
 
+    text = Column(no_wrap=True)  # on a narrow terminal the bar gets shorter instead
     bar = progress.Progress(
         progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
+        progress.DownloadColumn(table_column=text.copy()),
+        progress.TransferSpeedColumn(table_column=text.copy()),
+        progress.TimeRemainingColumn(table_column=text.copy()),
         console=Console(stderr=True),
         auto_refresh=False,  # no thread of its own
         transient=sys.stderr.isatty(),  # elsewhere the bar is one line, written at the end

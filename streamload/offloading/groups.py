@@ -21,6 +21,9 @@ from streamload.planning.room import experts_chosen
 # A tensor of experts: the module, the expert's number if it holds one expert, the parameter.
 _EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.)?([^.].*)")
 
+#: How texts show the name of the root module, which is empty.
+ROOT = "(root)"
+
 # The group of all tensors that `without_small` returns.
 _SMALL = "small tensors of layers"
 # A tensor is small if it has at most this share of its layer: norms, biases, scales of scales.

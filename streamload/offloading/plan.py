@@ -10,7 +10,7 @@ from itertools import accumulate
 from streamload.core.chart import as_html
 from streamload.core.units import format_bytes, format_table
 from streamload.errors import printed
-from streamload.offloading.groups import LayerGroup
+from streamload.offloading.groups import ROOT, LayerGroup
 from streamload.offloading.residency import LayerSize, Residency, worth_streaming
 from streamload.planning.plan import Plan
 from streamload.planning.requests import TensorRequests
@@ -221,5 +221,5 @@ class OffloadPlan:
 
 
 def _listed(names: Sequence[str]) -> tuple[str, str]:
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    shown = ", ".join(name or ROOT for name in names[:4]) + (", ..." if len(names) > 4 else "")
     return str(len(names)), shown

@@ -17,7 +17,7 @@ from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
 from streamload.loading.place import engine_of
 from streamload.loading.prepare import Options
 from streamload.loading.read_choice import Reading, ahead_nbytes, reading_of
-from streamload.offloading.groups import LayerGroup, finer_layers, rows_of_experts
+from streamload.offloading.groups import ROOT, LayerGroup, finer_layers, rows_of_experts
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.residency import (
     SLOT_ALIGNMENT_NBYTES,
@@ -195,7 +195,9 @@ class Problem:
         while isinstance(plan, int):
             needed += plan
             plan = self._fitted(needed, chunks[-1], "exact")
-        largest = sorted(((each.name, each.nbytes) for each in self.sizes), key=lambda e: -e[1])
+        named = [(each.name or ROOT, each.nbytes) for each in self.sizes]
+        named.append(("scratch", plan.peak_nbytes - plan.residency.taken_nbytes))
+        largest = sorted(named, key=lambda each: -each[1])
         experts = "; others hold as many experts as a token chooses"
         others = [
             ("the KV cache", self.cache_nbytes),

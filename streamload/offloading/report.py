@@ -137,7 +137,8 @@ class OffloadReport:
         if self.passes:
             each = self.seconds / self.passes
             lines.append(
-                f"{self.passes} passes, {each:.3f} s each; {format_bytes(self.read_nbytes)} read; "
+                f"{self.passes} pass{'es' * (self.passes > 1)}, {each:.3f} s each; "
+                f"{format_bytes(self.read_nbytes)} read; "
                 f"waited {sum(self.stalls.values()) / self.passes:.3f} s a pass for layers"
             )
         if self.passes and self.experts:

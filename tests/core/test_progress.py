@@ -77,17 +77,19 @@ def test_elsewhere_a_line_every_ten_seconds(
     assert len(messages) == 4
 
 
+@pytest.mark.parametrize("columns", [40, 100])
 @pytest.mark.parametrize("progress", ["auto", True])
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, progress: Any) -> None:
-    """Bytes done, bytes in all; it goes when the load is done."""
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, progress: Any, columns: int) -> None:
+    """Bytes done, bytes in all, whole and on one line; it goes when the load is done."""
     stderr = Stderr(True)
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    with reporting(progress, 2_000_000) as tell:
-        tell(1_000_000)
-        assert "1.0/2.0 MB" in stderr.getvalue()
-        tell(2_000_000)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with reporting(progress, 200_000_000) as tell:
+        tell(110_000_000)
+        assert "110.0/200.0 MB" in stderr.getvalue()
+        tell(200_000_000)
+        assert "\n" not in stderr.getvalue()
     assert stderr.getvalue().rstrip("\n").endswith("\x1b[2K")
 
 

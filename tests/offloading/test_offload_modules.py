@@ -486,6 +486,21 @@ def test_layers_in_lists_of_layers_stream_one_by_one(
     assert ours.needed_nbytes <= planned.needed_nbytes
 
 
+def test_texts_name_the_root_module_and_scratch(tmp_path: Path) -> None:
+    """A parameter of the model itself has a name; an error counts what is no weight."""
+
+    def build() -> nn.Module:
+        model = _frozen(lambda: _Stack(lambda: _Layer(_linear)), 0)
+        return model.register_parameter("scale", nn.Parameter(torch.ones(8))) or model
+
+    models.save(build(), tmp_path)
+    given: dict[str, Any] = {"device": "cpu", "reader": "direct"}
+    error = _needed(lambda: streamload.offload(build(), tmp_path, budget=1000, **given))
+    assert error.largest[0][0] == "scratch"
+    with streamload.offload(build(), tmp_path, device="cpu", budget=50_000) as offloaded:
+        assert "(root)" in str(offloaded.plan)
+
+
 def test_the_error_names_smaller_layers(tmp_path: Path) -> None:
     """As ``layers=`` takes them, and with what they need; by names alone, too."""
 
