@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,16 @@ def test_the_environment_chooses_the_device(layers: Path) -> None:
     assert list(json.loads(run("load", layers, "--json", env=env)[0])["budget_nbytes"]) == ["host"]
 
 
+def rest_of(terminal: int) -> bytes:
+    """What comes from a terminal until its other end is closed; closes it."""
+    seen = b""
+    with suppress(OSError):  # the other end is closed
+        while True:
+            seen += os.read(terminal, 1000)
+    os.close(terminal)
+    return seen
+
+
 def test_ctrl_c(tmp_path: Path) -> None:
     """In the middle of a load: the bar goes, one line says so, and the exit code is 130."""
     path = tmp_path / "big.safetensors"
@@ -477,12 +488,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     seen = os.read(ours, 1000)  # the bar is there
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    while True:
-        try:
-            seen += os.read(ours, 1000)
-        except OSError:  # the other end is closed
-            break
-    os.close(ours)
+    seen += rest_of(ours)
     assert process.returncode == 130, seen
     assert seen.decode().rstrip().endswith("streamload: interrupted")
     assert b"Traceback" not in seen
@@ -503,13 +509,7 @@ def test_lines_fit_the_terminal(tmp_path: Path, columns: int) -> None:
     env = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
-    seen = b""
-    while True:
-        try:
-            seen += os.read(ours, 1000)
-        except OSError:  # the other end is closed
-            break
-    os.close(ours)
+    seen = rest_of(ours)
     assert process.wait(timeout=60) == 0
     lines = seen.decode().splitlines()
     words = plain.split()

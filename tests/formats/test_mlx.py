@@ -19,6 +19,17 @@ from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastE
 mx = needs.runtime("mlx.core")
 
 NAME = "model.layers.0.self_attn.q_proj"
+#: Bits, groups and dtypes.
+LAYOUTS = (2, 3, 4, 5, 6, 8), (32, 64, 128), ("bfloat16", "float16", "float32")
+
+
+def quantised(stem: str, weight: Any, bits: int, group: int) -> tuple[dict[str, Any], Any]:
+    """A weight's tensors by MLX, by names that begin with the stem, and its elements in float32."""
+    codes, *others = mx.quantize(weight, group_size=group, bits=bits)
+    wide = (each.astype(mx.float32) for each in others)
+    elements = np.array(mx.dequantize(codes, *wide, group_size=group, bits=bits))
+    names = (f"{stem}{leaf}" for leaf in ("weight", "scales", "biases"))
+    return dict(zip(names, (codes, *others), strict=True)), elements
 
 
 def write(
@@ -27,15 +38,13 @@ def write(
     """A weight that MLX quantised, and its elements by MLX in float32."""
     mx.random.seed(bits)
     weight = mx.random.normal(shape).astype(getattr(mx, dtype))
-    codes, scales, biases = mx.quantize(weight, group_size=group, bits=bits)
-    arrays = {f"{NAME}.weight": codes, f"{NAME}.scales": scales, f"{NAME}.biases": biases}
+    arrays, elements = quantised(f"{NAME}.", weight, bits, group)
     folder.mkdir(parents=True, exist_ok=True)
     norm = mx.ones((4,), dtype=mx.bfloat16)
     mx.save_safetensors(str(folder / "model.safetensors"), arrays | {"norm.weight": norm})
     said = {"group_size": group, "bits": bits, **more}
     (folder / "config.json").write_text(json.dumps({"quantization": said}))
-    wide = (each.astype(mx.float32) for each in (scales, biases))
-    return np.array(mx.dequantize(codes, *wide, group_size=group, bits=bits))
+    return elements
 
 
 def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
@@ -47,9 +56,7 @@ def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("bits", "group", "dtype"),
     product(
-        (2, 3, 4, 5, 6, 8),
-        (32, 64, 128),
-        ("bfloat16", "float16", "float32"),
+        *LAYOUTS,
         fast=lambda bits, group, dtype: (group, dtype) == (64, "bfloat16") or bits == 4,
     ),
 )
@@ -119,12 +126,9 @@ def write_model(folder: Path, bits: int = 4, group: int = 32, dtype: str = "floa
         if array.ndim < 2:
             arrays[name] = array
             continue
-        stem = name.removesuffix("weight")
-        parts = mx.quantize(array, group_size=group, bits=bits)
-        arrays |= zip((name, f"{stem}scales", f"{stem}biases"), parts, strict=True)
-        wide = (each.astype(mx.float32) for each in parts[1:])
-        elements = mx.dequantize(parts[0], *wide, group_size=group, bits=bits)
-        tensor.copy_(torch.tensor(np.array(elements)))
+        parts, elements = quantised(name.removesuffix("weight"), array, bits, group)
+        arrays |= parts
+        tensor.copy_(torch.tensor(elements))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
     said = {"group_size": group, "bits": bits}
     document = {**config.to_dict(), "quantization": said, "quantization_config": said}
@@ -163,9 +167,7 @@ def held(model: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("bits", "group", "dtype"),
     product(
-        (2, 3, 4, 5, 6, 8),
-        (32, 64, 128),
-        ("bfloat16", "float16", "float32"),
+        *LAYOUTS,
         fast=lambda bits, group, dtype: (
             (bits, group, dtype) in ((3, 128, "bfloat16"), (4, 64, "bfloat16"), (8, 32, "float16"))
         ),
