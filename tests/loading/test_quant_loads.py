@@ -548,4 +548,11 @@ def test_another_format_on_a_reload_is_refused(tmp_path: Path) -> None:
     for format in ("int8", "nf4", "q4_0"):
         with pytest.raises(ValueError, match=r"holds 1 weights as q8_0 already.*layers\.0\.weight"):
             streamload.load_state_dict(model, path, quant=format, progress=False)
+
+        def rank(group: Any, format: str = format) -> Any:
+            load, options = streamload.distributed.load_state_dict, {"progress": False}
+            return load(model, path, group=group, quant=format, device="cpu", **options)
+
+        (found,) = run(World(1), rank)
+        assert isinstance(found, ValueError) and "holds 1 weights as q8_0 already" in str(found)
     assert all(torch.equal(kept[n], t) for n, t in model["layers"][0].state_dict().items())
