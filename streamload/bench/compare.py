@@ -138,8 +138,7 @@ def choose(options: Options, framework: str, device: str) -> dict[str, Loader]:
 def compare(options: Options) -> Comparison:
     """Measure all loaders, and return their figures.
 
-    Raises:
-        ValueError: an argument is invalid.
+    Raises ValueError: an argument is invalid.
     """
     for state in options.states:
         if state not in STATES:

@@ -39,8 +39,7 @@ _CHILD = (
 class MeasurementError(Exception):
     """A measurement failed; the message is one line.
 
-    Attributes:
-        status: exit status of the child, negative for a signal; None if it still runs.
+    `status`: exit status of the child, negative for a signal; None if it still runs.
     """
 
     def __init__(self, why: str, status: int | None = None) -> None:

@@ -166,8 +166,7 @@ CheckpointLike: TypeAlias = str | os.PathLike[str] | Checkpoint
 def opened(path: CheckpointLike) -> Checkpoint:
     """Return ``path`` if it is a `Checkpoint`, else open the one at that path.
 
-    Raises:
-        ValueError: ``path`` is neither a checkpoint nor a path.
+    Raises ValueError: ``path`` is neither a checkpoint nor a path.
     """
     if isinstance(path, Checkpoint):
         return path

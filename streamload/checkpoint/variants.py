@@ -8,7 +8,6 @@ of an index before ``.json``. Source: their ``_add_variant`` and ``_get_checkpoi
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from streamload.core.location import Location
@@ -54,16 +53,15 @@ def without(folder: Location, headers: Sequence[Header], variant: str | None) ->
     variants and no file without one, a model more than once in files of other formats, or files
     whose names differ in more than numbers: without an index these are parts of no one checkpoint.
     """
-    counts = Counter(info.name for header in headers for info in header.tensors)
-    repeat = max(counts.values(), default=0) > 1
+    tensors = [info.name for header in headers for info in header.tensors]
+    repeat = len({*tensors}) < len(tensors)
     names = [header.path.name for header in headers]
-    kept = set(names)
-    if repeat and not variant and headers[0].format == default_reader().name:
+    kept, is_other = set(names), headers[0].format != default_reader().name
+    if repeat and not (variant or is_other):
         kept = set(plain(names))
         if len(kept) == len(names) and len(known := found(names)) > 1:
             written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in known)
             raise HeaderError(folder, "holds several variants", written, some(names))
-    is_other = headers[0].format != default_reader().name
     if repeat and set(next_rank(names[0])) & set(names):
         raise of_rank(headers[0])
     if len({_DIGITS.sub("0", name) for name in kept}) > 1 or (repeat and is_other):

@@ -50,8 +50,7 @@ class Encoded(NamedTuple):
 class Encoder(ABC):
     """Quantizes one tensor. Any thread may call `encode`, several at once for different units.
 
-    Attributes:
-        statistics: float32, one a unit, or empty; `encode` writes it, or a device does instead.
+    `statistics`: float32, one a unit, or empty; `encode` writes it, or a device does instead.
     """
 
     statistics: Array = _NO_STATISTICS

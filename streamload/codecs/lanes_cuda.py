@@ -68,10 +68,8 @@ class Lanes(BlockWriter):
     """Writes a layout's instructions for the eight lanes that share a block.
 
     Element e of a vector of n values, n at least 4, belongs to the lanes whose number in the group
-    is ``e // 4`` modulo ``n / 4``, as their element ``e % 4``.
-
-    Attributes:
-        lane: name of a lane's number in its group, i32.
+    is ``e // 4`` modulo ``n / 4``, as their element ``e % 4``. `lane`: name of a lane's number in
+    its group, i32.
     """
 
     def __init__(self, t: ThreadWriter, aligned: int, put: Put) -> None:

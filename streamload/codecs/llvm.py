@@ -34,8 +34,7 @@ _K = TypeVar("_K")
 class Target:
     """The machine that LLVM compiles for.
 
-    Attributes:
-        cpu: LLVM's name of the CPU, or "" for the oldest one of the triple.
+    `cpu`: LLVM's name of the CPU, or "" for the oldest one of the triple.
     """
 
     triple: str
@@ -109,9 +108,8 @@ def host_target() -> Target:
 def compile_object(ir: str, target: Target) -> bytes:
     """Compile IR to an object file.
 
-    Raises:
-        RuntimeError: LLVM rejects the IR, or does not know the target (other architectures have to
-            be initialised in llvmlite first).
+    Raises RuntimeError: LLVM rejects the IR, or does not know the target (other architectures have
+    to be initialised in llvmlite first).
     """
     llvm = binding()
 
@@ -157,8 +155,7 @@ def _sections(image: bytes) -> dict[bytes, bytes]:
 def undefined_symbols(image: bytes) -> tuple[str, ...]:
     """Return the names that an ELF object imports; a kernel must import none.
 
-    Raises:
-        ValueError: the bytes are not a 64-bit little-endian ELF object.
+    Raises ValueError: the bytes are not a 64-bit little-endian ELF object.
     """
     sections = _sections(image)
     symbols = np.frombuffer(sections[b".symtab"], _SYMBOLS)[1:]  # the first is empty

@@ -86,8 +86,7 @@ class QuantCounts:
     def of(cls, values: object) -> QuantCounts:
         """Return the counts that a JSON list holds in the order of the attributes.
 
-        Raises:
-            ValueError: the value is no such list.
+        Raises ValueError: the value is no such list.
         """
         if (
             not isinstance(values, list | tuple)

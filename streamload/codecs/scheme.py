@@ -34,9 +34,8 @@ Complete = Callable[[Layouts, QuantizedWeight, bytes], QuantizedWeight]
 class Scheme(ABC):
     """A quantization that tensors can be encoded to, selected by ``quant=``.
 
-    Attributes:
-        transposes_conv1d: whether the modules that hold such weights have a Linear's in place of
-            transformers' Conv1D: the transpose of that in checkpoints.
+    `transposes_conv1d`: whether the modules that hold such weights have a Linear's in place of
+    transformers' Conv1D: the transpose of that in checkpoints.
     """
 
     name: str
@@ -46,8 +45,7 @@ class Scheme(ABC):
     def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
         """Return how the scheme quantizes a tensor of this shape and source dtype.
 
-        Raises:
-            ValueError: the scheme cannot hold the tensor; the message gives the reason.
+        Raises ValueError: the scheme cannot hold the tensor; the message gives the reason.
         """
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any] | None:

@@ -138,8 +138,7 @@ def unknown_codes(layouts: Layouts, known: Mapping[str, QuantizedWeight]) -> Map
 def kept_dtype(members: Mapping[str, QuantizedWeight], info: TensorInfo) -> DType | None:
     """Return the dtype that a tensor of a quantized weight keeps under any ``dtype=`` option.
 
-    Returns:
-        None for other tensors, and for floats of 8 bits: `check_cast` refuses to cast them.
+    Returns None for other tensors, and for floats of 8 bits: `check_cast` refuses to cast them.
     """
     group = members.get(info.name)
     if group is None:
@@ -168,8 +167,7 @@ def together(
 ) -> list[list[_T]]:
     """Group rows of (tensor name, value) by quantized weight; ``members`` has these by tensor name.
 
-    Returns:
-        The values of each weight, and of each other tensor, in the order of their first rows.
+    Returns the values of each weight, and of each other tensor, in the order of their first rows.
     """
     out: dict[str | int, list[_T]] = {}
     for number, (tensor, value) in enumerate(rows):

@@ -35,7 +35,7 @@ from streamload.conversion.plan import (
 )
 from streamload.conversion.quantize import coded_otherwise
 from streamload.conversion.writing import Writer, check_written, weight_of
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.location import Url, is_foreign, without_secrets
@@ -60,7 +60,7 @@ _END_NBYTES = 2**20  # of a downloaded file, to check that its JSON ends
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(Shown):
     """The result of a conversion. Prints as a short table.
 
     Attributes:
@@ -135,10 +135,6 @@ class ConvertReport:
         return "\n".join(format_table(rows[0], rows[1:], right=0))
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))
 
 
 def convert(

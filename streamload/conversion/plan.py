@@ -39,7 +39,7 @@ from streamload.conversion.openable import Judging, Verdict, asked_of_models
 from streamload.conversion.quantize import all_entries, described, kept_back, wanted_of
 from streamload.conversion.rename import check_rename, rules_of
 from streamload.conversion.runtimes import config_for, dtype_for
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.dtypes import DType, DTypeArgument
 from streamload.core.patterns import Selection, check_patterns, fits
 from streamload.core.units import format_bytes, format_table, parse_bytes, round_up
@@ -203,7 +203,7 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertPlan:
+class ConvertPlan(Shown):
     """All files that a conversion will write.
 
     Attributes:
@@ -374,19 +374,14 @@ class ConvertPlan:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))
-
 
 def plan_conversion(
     checkpoint: Checkpoint, destination: Path, options: ConvertOptions
 ) -> ConvertPlan:
     """Plan a conversion without reading or writing a tensor.
 
-    Raises:
-        ValueError: a pattern matches no tensor, no tensor is left, or a node's name cannot be that
-            of a folder.
+    Raises ValueError: a pattern matches no tensor, no tensor is left, or a node's name cannot be
+    that of a folder.
     """
     if options.nodes and options.writer.name != SAFETENSORS:
         raise ValueError(f"{options.writer.name} files are not split over nodes")

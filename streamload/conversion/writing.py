@@ -528,10 +528,8 @@ def check_written(
     """Read the planned ``file`` back from ``path``, past the page cache if possible.
 
     ``tell`` is called with ``done`` (bytes of earlier files) plus bytes read; returns ``done`` plus
-    the bytes of all tensors of this file.
-
-    Raises:
-        CheckpointError: the header differs, or a digest differs from its record in ``finished``.
+    the bytes of all tensors of this file. Raises CheckpointError: the header differs, or a digest
+    differs from its record in ``finished``.
     """
     header = Header(path, file.nbytes, len(file.header), (), {})
     room = Room(block_nbytes, ahead=True)

@@ -19,10 +19,8 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """Parse JSON by `json.loads` (its keywords: ``hooks``), up to `MOST_LEVELS` levels of nesting.
 
     The parser recurses for each level: if a program has raised the recursion limit, 180 KB of
-    brackets overflow the stack, which ends the process.
-
-    Raises:
-        ValueError: ``text`` is not JSON, or nested more deeply.
+    brackets overflow the stack, which ends the process. Raises ValueError: ``text`` is not JSON, or
+    nested more deeply.
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")

@@ -84,6 +84,16 @@ def as_html(text: str, series: Sequence[str] = (), rows: Sequence[Stack] = ()) -
     return f"<pre>{escape(text)}</pre>\n{bars}"
 
 
+class Shown:
+    """Base of results whose text notebooks show in columns."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks."""
+        return as_html(str(self))
+
+
 def draw(
     title: str,
     subtitle: str,

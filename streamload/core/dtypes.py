@@ -199,10 +199,8 @@ def add_packed(kind: str, dtype: DType) -> None:
 def parse_dtype(name: object) -> DType:
     """Return the dtype for a `DType`, a long name, a safetensors code, or a usual short form.
 
-    Dtypes of numpy, ml_dtypes, torch and tinygrad are accepted by the names that they print.
-
-    Raises:
-        ValueError: there is no such dtype.
+    Dtypes of numpy, ml_dtypes, torch and tinygrad are accepted by the names that they print. Raises
+    ValueError: there is no such dtype.
     """
     if isinstance(name, DType):
         return name

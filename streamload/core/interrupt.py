@@ -41,8 +41,7 @@ def _is_own(frame: FrameType) -> bool:
 class Interrupt:
     """A Ctrl-C or cancellation that waits for a safe point; see `deferred_interrupt`.
 
-    Attributes:
-        wake: called by a signal or `cancel`, to wake the thread that is to call `check`.
+    `wake`: called by a signal or `cancel`, to wake the thread that is to call `check`.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], object] | None) -> None:

@@ -98,10 +98,8 @@ def ending_in(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]
     """Return for each name the first regex that matches its end from a dot on, as in peft.
 
     Regexes of untrusted files may take any time to match: all but plain ones are matched in a child
-    process, for 20 seconds at most.
-
-    Raises:
-        ValueError: a pattern is no regex, or they take too long; the message says which.
+    process, for 20 seconds at most. Raises ValueError: a pattern is no regex, or they take too
+    long; the message says which.
     """
     work = sum(map(len, patterns)) * sum(map(len, names))
     if work <= _QUICK_WORK and all(map(_PLAIN.fullmatch, patterns)):

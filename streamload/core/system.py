@@ -48,6 +48,21 @@ def install(extra: str) -> str:
     return f"pip install {shlex.join(found or [f'streamload[{extra}]'])}"
 
 
+@contextmanager
+def needs_extra(front: str, extra: str, *packages: str) -> Iterator[None]:
+    """Name the extra in the ModuleNotFoundError for one of its packages."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in packages:
+            raise
+        raise ModuleNotFoundError(
+            f"streamload.{front} needs {error.name}, which is not installed; the extra {extra} has "
+            f"all that it needs: {install(extra)}",
+            name=error.name,
+        ) from error
+
+
 def callers_level() -> int:
     """Return the ``stacklevel`` at which a warning names the line that called streamload."""
     level, frame = 1, inspect.currentframe()
@@ -219,11 +234,9 @@ def _map(
 def place_code(text: bytes) -> int:
     """Place machine code in memory for good, and return its address.
 
-    Call it only if `PLACES_CODE`. The memory is never writable and executable together.
-
-    Raises:
-        OSError: the system refuses executable memory, as SELinux does without ``execmem``, and
-            systemd with ``MemoryDenyWriteExecute``.
+    Call it only if `PLACES_CODE`. The memory is never writable and executable together. Raises
+    OSError: the system refuses executable memory, as SELinux does without ``execmem``, and systemd
+    with ``MemoryDenyWriteExecute``.
     """
     address = _map(len(text), mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE)
     ctypes.memmove(address, text, len(text))
@@ -438,10 +451,8 @@ def scatter(
     """Read consecutive bytes of a file to many addresses at once, by one preadv(2).
 
     ``sizes`` has the bytes for each address. At most 1024 addresses, the least IOV_MAX of the
-    systems that have the call.
-
-    Returns:
-        Whether all bytes were read. If not, the contents of the memory are undefined.
+    systems that have the call. Returns whether all bytes were read. If not, the contents of the
+    memory are undefined.
     """
     preadv = getattr(libc(), "preadv", None)
     if preadv is None or ctypes.sizeof(ctypes.c_void_p) != 8:

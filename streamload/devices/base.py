@@ -179,8 +179,7 @@ class Copy(NamedTuple):
 class CopyTable:
     """Many copies as one table, for the compiled loop; `Copy` objects are made on demand.
 
-    Attributes:
-        rows: a row for each copy, with the fields of `Copy` as columns; int64, C-contiguous.
+    `rows`: a row for each copy, with the fields of `Copy` as columns; int64, C-contiguous.
     """
 
     rows: np.ndarray[Any, np.dtype[np.int64]]

@@ -315,8 +315,7 @@ class Loop:
 class Team:
     """Threads that share the reads of each call; between calls they wait without the GIL.
 
-    Attributes:
-        count: number of threads, with the caller's.
+    `count`: number of threads, with the caller's.
     """
 
     def __init__(
@@ -395,8 +394,7 @@ def _address_of(rows: np.ndarray[Any, Any]) -> int:
 def libc_calls() -> dict[str, int]:
     """Return the addresses of the loop's calls of the C library: glibc and musl have them.
 
-    Raises:
-        OSError: this C library has other names for them.
+    Raises OSError: this C library has other names for them.
     """
     names = {"pread": "pread", "errno": "errno", "post": "sem_post", "pend": "sem_wait"}
     try:

@@ -330,10 +330,8 @@ class _Stream:
 class PinnedStaging(_Stream):
     """A page-locked staging slot.
 
-    It uses huge pages if it can: docs/measurements.md, "Page-locked slots".
-
-    Attributes:
-        view: the bytes; they begin at a page.
+    It uses huge pages if it can: docs/measurements.md, "Page-locked slots". `view`: the bytes; they
+    begin at a page.
     """
 
     what = "staging"

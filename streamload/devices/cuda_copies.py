@@ -17,8 +17,7 @@ from streamload.devices.cuda_refill import Refiller
 class BulkCopier:
     """Runs many reads, copies and casts in one call, by the compiled loop of `devices.bulk`.
 
-    Attributes:
-        address: returns the device address of a buffer.
+    `address`: returns the device address of a buffer.
     """
 
     def __init__(self, context: Context, loop: Loop, address: Callable[[Any], int]) -> None:
@@ -73,8 +72,7 @@ class BulkCopier:
 class Copies:
     """Base of a framework's CUDA device: staging, copies and casts by the driver.
 
-    Attributes:
-        bulk: runs reads, copies and casts by a compiled loop; None if it cannot be compiled.
+    `bulk`: runs reads, copies and casts by a compiled loop; None if it cannot be compiled.
     """
 
     def __init__(self, context: Context, address: Callable[[Any], int]) -> None:

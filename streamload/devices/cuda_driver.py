@@ -52,8 +52,7 @@ class Driver:
         quick: for calls that return at once: they keep the interpreter's lock.
         slow: for calls that may wait: they release it.
 
-    Raises:
-        OSError: there is no driver.
+    Raises OSError: there is no driver.
     """
 
     def __init__(self) -> None:

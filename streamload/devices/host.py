@@ -214,8 +214,7 @@ class HostFramework(Framework):
     def parameters(self, model: Any) -> Sequence[HostParameter]:
         """Return the arrays of a (nested) dict; entries with the same array are one parameter.
 
-        Raises:
-            ValueError: the model is no dict.
+        Raises ValueError: the model is no dict.
         """
         if not isinstance(model, MutableMapping):
             raise ValueError(f"arrays are loaded into a dict, not a {type(model).__name__}")

@@ -120,10 +120,8 @@ def environment_device() -> str | None:
 def environment_fp16_cast() -> Literal["device", "llvm"] | None:
     """Return the cast from bfloat16 that ``SUPPORT_BF16`` requests; None if it is not set.
 
-    "1" is fp16 by the device's cast, "0" fp16 by the host's LLVM cast.
-
-    Raises:
-        ValueError: it is set to something else.
+    "1" is fp16 by the device's cast, "0" fp16 by the host's LLVM cast. Raises ValueError: it is set
+    to something else.
     """
     value = os.environ.get("SUPPORT_BF16", "")
     choices: dict[str, Literal["device", "llvm"] | None] = {"": None, "1": "device", "0": "llvm"}

@@ -63,9 +63,7 @@ def dict_slots(
     """Yield (dotted name, slot) for values of the classes ``kinds`` in a nested dict.
 
     ``prefix`` and ``inside`` are for recursion: the name so far, and the ids of the outer dicts.
-
-    Raises:
-        ValueError: the dict holds itself.
+    Raises ValueError: the dict holds itself.
     """
     for key, value in model.items():
         if isinstance(value, MutableMapping):
@@ -84,10 +82,8 @@ def make_parameters(
     """Make and return one parameter for all entries with the same key, in order.
 
     ``make`` gets names, entries and a function that collects garbage, which is slow and therefore
-    runs once for all parameters: nothing creates cycles in between.
-
-    Raises:
-        ValueError: two entries have one name.
+    runs once for all parameters: nothing creates cycles in between. Raises ValueError: two entries
+    have one name.
     """
     groups: dict[Hashable, tuple[list[str], list[_Entry]]] = {}
     seen: set[str] = set()

@@ -183,8 +183,7 @@ class ComputingFramework(Framework):
     def _double(self, device: Any, dtype: DType, ones: bytes) -> tuple[bytes, DTypeStatus]:
         """Double some ones, given as the raw bytes ``ones``, on the device; bools stay True.
 
-        Returns:
-            The raw bytes of the result, and the dtype's status if these are right.
+        Returns the raw bytes of the result, and the dtype's status if these are right.
         """
 
     def probe(self, name: str, full: bool) -> ProbeResult:

@@ -159,9 +159,7 @@ class Engine(ProcessGroup):
     """Base class of groups over a library that has a broadcast and an all-gather.
 
     After a failure, all collectives raise PeerFailedError. A subclass sets `engine` and `store`.
-
-    Attributes:
-        meeting: where the ranks regroup after a loss; None if they cannot.
+    `meeting`: where the ranks regroup after a loss; None if they cannot.
     """
 
     meeting: Meeting | None = None

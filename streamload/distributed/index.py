@@ -132,9 +132,7 @@ class Index:
 
         Lengths are compared, and blocks of 4 KiB spread over each file, since training changes all
         values. If both have a sidecar, so are the digests of all tensors. URLs are not opened.
-
-        Raises:
-            CheckpointError: a file differs.
+        Raises CheckpointError: a file differs.
         """
         missing = []
         problem = "is not the file that rank 0 has"

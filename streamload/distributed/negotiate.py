@@ -161,7 +161,7 @@ class Agreement:
         self.place: Place | None = None
         mesh = session.step("its split", lambda: Mesh.of(asked.split, session.group.size))
 
-        def ordered(made: Checkpoint) -> Checkpoint:
+        def in_order(made: Checkpoint) -> Checkpoint:
             if model is None:
                 return as_in_models(made)
             fills = parameters_of(asked.given["mapping"], asked.given["rename"], made.tensors)
@@ -182,7 +182,7 @@ class Agreement:
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
             styles = {} if mesh is None else styles_of(found.config)
             made = dequantized(found, weights)
-            line = json.dumps([weights, file_of(there), styles, ordered(made) is not made])
+            line = json.dumps([weights, file_of(there), styles, in_order(made) is not made])
             return line.encode() + b"\n" + write_index(found, session.me.host)
 
         line, _, data = session.share("the checkpoint", write).partition(b"\n")

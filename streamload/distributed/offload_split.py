@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.patterns import Patterns, check_patterns
 from streamload.core.units import format_bytes, format_table
 from streamload.loading.load import check_nodes, node_specs, read_call, uncollected
@@ -33,7 +33,7 @@ _Assigned = tuple[dict[str, Part], TensorRequests, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadSplit:
+class OffloadSplit(Shown):
     """The plan of a model over nodes that may stream a part of their share; prints as a table.
 
     Attributes:
@@ -94,10 +94,6 @@ class OffloadSplit:
         return self.table()
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))
 
 
 def _streams(made: OffloadPlan) -> str:

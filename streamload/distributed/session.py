@@ -26,8 +26,7 @@ _LISTED = 3  # failed ranks named in an error
 class Session:
     """The ranks of one load: they exchange values in stages, and watch for lost ranks.
 
-    Attributes:
-        members: all ranks, with unique names of their nodes.
+    `members`: all ranks, with unique names of their nodes.
     """
 
     def __init__(self, group: ProcessGroup, node: str, host: str, *, timeout_s: float) -> None:

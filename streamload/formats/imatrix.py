@@ -37,8 +37,7 @@ _FAR = 40  # exponents beyond which weights are scaled
 class Importance(NamedTuple):
     """The weights of a matrix's columns, in a file; the sums of several matrices may follow.
 
-    Attributes:
-        counts: the tensor of divisors, or the divisor of all sums.
+    `counts`: the tensor of divisors, or the divisor of all sums.
     """
 
     header: Header

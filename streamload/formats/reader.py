@@ -86,9 +86,7 @@ class File(Protocol):
         """Return bytes ``start`` to ``stop``, exclusive; fewer if the file ends before.
 
         On a server each call is a request, except for the first 256 KiB: read in long pieces.
-
-        Raises:
-            CheckpointError: they cannot be read.
+        Raises CheckpointError: they cannot be read.
         """
 
 
@@ -138,8 +136,7 @@ class FormatReader(Protocol):
     def keyed(self, key: str | None) -> FormatReader:
         """Return a reader of the dict at ``key`` in files (see `open_checkpoint`), self for None.
 
-        Raises:
-            ValueError: there is a key, and files of this format have none.
+        Raises ValueError: there is a key, and files of this format have none.
         """
         if key is None:
             return self
@@ -152,8 +149,7 @@ class FormatReader(Protocol):
     def in_file(self, header: Header) -> Header:
         """Return a header with names, shapes and bytes as the file has them, not its models.
 
-        Raises:
-            CheckpointError: the file cannot be read again.
+        Raises CheckpointError: the file cannot be read again.
         """
         return header
 
@@ -164,10 +160,8 @@ class FormatReader(Protocol):
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
         """Return the bytes of other files that a checkpoint's files contain, by file name.
 
-        A tokenizer, for example, but not config.json; for conversion to safetensors.
-
-        Raises:
-            CheckpointError: the files cannot be read.
+        A tokenizer, for example, but not config.json; for conversion to safetensors. Raises
+        CheckpointError: the files cannot be read.
         """
         return {}
 

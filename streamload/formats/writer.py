@@ -89,16 +89,14 @@ class Joined:
     def joined(cls, parts: Sequence[Joined]) -> Joined:
         """Return the elements of ``parts``, one after the other, such as rows of equal widths.
 
-        Raises:
-            ValueError: a part is permuted, and is not a single tensor.
+        Raises ValueError: a part is permuted, and is not a single tensor.
         """
         return cls(tuple(piece for part in parts for piece in part._flat()))
 
     def permuted(self, groups: int, outer: int, inner: int) -> Joined:
         """Return these elements with permuted rows, see `RowTranspose`; inverses cancel.
 
-        Raises:
-            ValueError: they have another permutation already.
+        Raises ValueError: they have another permutation already.
         """
         turn, undone = RowTranspose(groups, outer, inner), RowTranspose(groups, inner, outer)
         if outer == 1 or inner == 1:
@@ -466,8 +464,7 @@ class FormatWriter(ABC):
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
         """Return the files, of at most ``max_nbytes`` each unless one list of tensors is longer.
 
-        Raises:
-            CheckpointError: the format cannot hold them.
+        Raises CheckpointError: the format cannot hold them.
         """
 
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:

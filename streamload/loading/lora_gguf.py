@@ -32,9 +32,8 @@ _EMBEDDING = "token_embd.weight"
 class Translated(NamedTuple):
     """An adapter in the names of peft.
 
-    Attributes:
-        orders: by peft's name, the indices of the file's rows in the order of models; None: the
-            transpose of all.
+    `orders`: by peft's name, the indices of the file's rows in the order of models; None: the
+    transpose of all.
     """
 
     tensors: Mapping[str, TensorInfo]

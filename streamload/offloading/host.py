@@ -22,8 +22,7 @@ from streamload.files.page_cache import PageCache
 class HostFile:
     """Tensors of a checkpoint kept in host memory, until `close`; for ``host=`` of `offload`.
 
-    Attributes:
-        checkpoint: the whole checkpoint, in which these tensors are read from host memory.
+    `checkpoint`: the whole checkpoint, in which these tensors are read from host memory.
     """
 
     def __init__(

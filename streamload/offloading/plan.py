@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.units import format_bytes, format_table
 from streamload.errors import printed
 from streamload.offloading.groups import ROOT, LayerGroup
@@ -23,7 +23,7 @@ _MAPPED_IS_FASTER = (
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadPlan:
+class OffloadPlan(Shown):
     """Which layers stay on a device, which stream through its slots, and the memory of both.
 
     Attributes:
@@ -214,10 +214,6 @@ class OffloadPlan:
         return [_MAPPED_IS_FASTER] if self.mappable and self.cached else []
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))
 
 
 def _listed(names: Sequence[str]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.units import format_bytes, format_rate
 from streamload.errors import printable
 from streamload.loading.report import LoadReport
@@ -40,7 +40,7 @@ class ExpertReport:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadReport:
+class OffloadReport(Shown):
     """Counts and times of an offload so far. Prints as a short table.
 
     Attributes:
@@ -160,7 +160,3 @@ class OffloadReport:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))

@@ -33,8 +33,7 @@ class RowReader:
     def read(self, rows: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         """Return rows as a flat array of bytes, cast to the reader's `dst`; ``rows``: ascending.
 
-        Raises:
-            IndexError: the tensor has no such row.
+        Raises IndexError: the tensor has no such row.
         """
         count = self._info.shape[0]
         if rows and not 0 <= rows[0] <= rows[-1] < count:

@@ -21,8 +21,7 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 class CacheRoom:
     """The KV cache for which a plan leaves memory free after the load.
 
-    Attributes:
-        on: the layer numbers on each device, by device name; empty until `placed`.
+    `on`: the layer numbers on each device, by device name; empty until `placed`.
     """
 
     cache: KvCache

@@ -57,8 +57,7 @@ class Timeline(NamedTuple):
 class DeviceShare:
     """The placements of a load on one device, and their memory there without staging.
 
-    Attributes:
-        all_first: whether to free all old parameters before the first is loaded, in any case.
+    `all_first`: whether to free all old parameters before the first is loaded, in any case.
     """
 
     spec: DeviceSpec

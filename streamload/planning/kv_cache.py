@@ -55,8 +55,7 @@ class CacheRequest:
     ) -> CacheRequest | None:
         """Read the arguments of a load; return None if no cache is requested.
 
-        Raises:
-            ValueError: an argument is invalid, or is given without ``context``.
+        Raises ValueError: an argument is invalid, or is given without ``context``.
         """
         for name, count in (("context", 1 if context is None else context), ("batch", batch)):
             if type(count) is not int or not 1 <= count <= _MOST:

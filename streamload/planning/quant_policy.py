@@ -73,10 +73,8 @@ class QuantPolicy:
     def parse(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
         """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
 
-        ``of_files`` names further formats, which files can have but models cannot.
-
-        Raises:
-            ValueError: the value is invalid, or no format of models or of ``of_files``.
+        ``of_files`` names further formats, which files can have but models cannot. Raises
+        ValueError: the value is invalid, or no format of models or of ``of_files``.
         """
         if value is None:
             return cls()
@@ -311,8 +309,7 @@ def coded(coding: Coding, src: DType) -> Quantized:
 def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
     """Return ``want`` with the matrix shape and the transpose in which a module quantizes it.
 
-    Raises:
-        ValueError: both the mapping and the module transpose the weight.
+    Raises ValueError: both the mapping and the module transpose the weight.
     """
     turned = want.transpose
     if coded.transposed and turned == RowTranspose(1, *coded.shape):  # the file has it so, too

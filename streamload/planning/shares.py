@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.tensors import RowRange
 from streamload.core.units import format_bytes, format_table
 from streamload.errors import NodeError, PlanInfeasibleError
@@ -84,7 +84,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterPlan:
+class ClusterPlan(Shown):
     """The share of every node of a group. Prints as a table.
 
     Attributes:
@@ -258,10 +258,6 @@ class ClusterPlan:
         return "\n".join(format_table(titles, rows, right=len(titles) - 3))
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))
 
 
 #: A function of a rank's share; returns the numbers of its layers in that rank's model.

@@ -132,8 +132,7 @@ class DeviceCasts:
     def nest(self, index: int, codes: int, scales: int) -> float:
         """Quantize a placement's statistics; write them to device addresses ``codes``, ``scales``.
 
-        Returns:
-            The mean of the statistics, which was subtracted first.
+        Returns the mean of the statistics, which was subtracted first.
         """
         p = self._tallies[index][1]
         units = _made(p).units
@@ -210,8 +209,7 @@ class DeviceCasts:
 class _Ring:
     """A ring buffer's bookkeeping: ranges are taken, and mostly given back in the same order.
 
-    Attributes:
-        taken: first byte of each range, by the number it was taken under.
+    `taken`: first byte of each range, by the number it was taken under.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -29,8 +29,7 @@ _POISON_NBYTES = 2**24
 class ModelTarget(Sink):
     """Allocates and fills the parameters of a model, or the tensors of a new state dict.
 
-    Attributes:
-        state_dict: without a model, the finished tensors by name.
+    `state_dict`: without a model, the finished tensors by name.
     """
 
     def __init__(

@@ -80,9 +80,8 @@ class Refill(NamedTuple):
 class Sink(ABC):
     """The receiver of a stream: allocates and makes parameters, called by the streaming thread.
 
-    Attributes:
-        bring: maps file bytes (path, start, stop exclusive) that buffers are views on; if it is
-            set, nothing is read.
+    `bring`: maps file bytes (path, start, stop exclusive) that buffers are views on; if it is set,
+    nothing is read.
     """
 
     bring: Callable[[Location, int, int], None] | None = None

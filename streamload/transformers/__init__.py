@@ -4,17 +4,9 @@ transformers builds the model, names its weights, ties them, and computes the bu
 checkpoint holds; streamload moves the bytes. Tried with transformers 5.9, 5.17 and 5.23.
 """
 
-from streamload.core.system import install
+from streamload.core.system import needs_extra
 
-try:
+with needs_extra("transformers", "transformers", "torch", "transformers"):
     from streamload.transformers.loading import from_pretrained, streamed
-except ModuleNotFoundError as error:
-    if error.name not in ("torch", "transformers"):
-        raise
-    raise ModuleNotFoundError(
-        f"streamload.transformers needs {error.name}, which is not installed; the extra "
-        f"transformers has all that it needs: {install('transformers')}",
-        name=error.name,
-    ) from error
 
 __all__ = ["from_pretrained", "streamed"]

@@ -62,8 +62,7 @@ def inside(pattern: str, prefix: str) -> str:
 def stay_in(stay: Sequence[str], models: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Split ``stay=`` into patterns for each model, whose parameters are ``models``.
 
-    Raises:
-        ValueError: a pattern matches no parameter.
+    Raises ValueError: a pattern matches no parameter.
     """
     out: dict[str, list[str]] = {name: [] for name in models}
     for pattern in stay:

@@ -158,8 +158,7 @@ class CodedModel:
     def save_pretrained(self: Any, *args: Any, **named: Any) -> None:
         """Save the model with the ``quantization_config`` that opens it; see transformers.
 
-        Raises:
-            ValueError: nothing opens such weights, or ``state_dict`` lacks a part of one.
+        Raises ValueError: nothing opens such weights, or ``state_dict`` lacks a part of one.
         """
         own = super().save_pretrained  # type: ignore[misc]
         given = inspect.signature(own).bind(*args, **named)

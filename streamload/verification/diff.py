@@ -29,7 +29,7 @@ from streamload.codecs.decode import check_target, scales_nbytes
 from streamload.codecs.scheme import SCHEMES
 from streamload.codecs.stored import by_weight, kept_dtype
 from streamload.codecs.weights import Packed, shape_in_models
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.dtypes import DType, DTypeArgument
 from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits
@@ -76,7 +76,7 @@ _MOST_OPEN = 16  # files of one checkpoint at once
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Shown):
     """The differences between two checkpoints. Prints as a table.
 
     Attributes:
@@ -133,10 +133,6 @@ class Comparison:
         return "\n".join(self.lines())
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))
 
 
 def diff(

@@ -84,8 +84,7 @@ class TensorDifference:
 class ValueComparison:
     """Compares the elements of two tensors, some at a time.
 
-    Attributes:
-        payloads: whether the payloads of NaN are compared.
+    `payloads`: whether the payloads of NaN are compared.
     """
 
     left: DType

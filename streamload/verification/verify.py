@@ -32,7 +32,7 @@ from streamload.checkpoint.open import (
 )
 from streamload.checkpoint.shards import Room, open_shard
 from streamload.codecs.stored import by_weight
-from streamload.core.chart import as_html
+from streamload.core.chart import Shown
 from streamload.core.location import Location
 from streamload.core.memory import first_that_fits
 from streamload.core.patterns import Patterns, Selection
@@ -270,7 +270,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(Shown):
     """The result of a check against the sidecar. Prints as a table.
 
     Attributes:
@@ -323,10 +323,6 @@ class Verification:
         return "\n".join(self.lines())
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the text, in columns."""
-        return as_html(str(self))
 
 
 def verify_checkpoint(

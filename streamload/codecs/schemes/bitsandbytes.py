@@ -86,8 +86,7 @@ _JSON_FLOAT = 25  # characters that a float takes at most
 class _Ranks:
     """Tables from scaled elements to codes, by an element's rank among 15 bounds.
 
-    Attributes:
-        bounds: 15 ascending numbers; an element's rank is the count of lesser ones.
+    `bounds`: 15 ascending numbers; an element's rank is the count of lesser ones.
     """
 
     bounds: tuple[float, ...]

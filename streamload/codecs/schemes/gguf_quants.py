@@ -216,8 +216,7 @@ _FORMS = {
 class Searched(StoredBlocks):
     """A tensor to quantize to a format of this file.
 
-    Attributes:
-        importance: float32 weights of the columns, a row for each matrix of the tensor; or None.
+    `importance`: float32 weights of the columns, a row for each matrix of the tensor; or None.
     """
 
     importance: Array | None = field(default=None, compare=False)

@@ -143,9 +143,7 @@ class _Weight(Quantized):
     """A tensor ``layer.q_weight`` quantized to separate arrays of words and scales.
 
     Its shape ends in the row's length, or is (groups of a row, rows, 32) if stored transposed.
-
-    Attributes:
-        is_transposed: whether words and scales are stored transposed.
+    `is_transposed`: whether words and scales are stored transposed.
     """
 
     recipe: _Recipe

@@ -95,8 +95,7 @@ def _max_buffers() -> int | None:
 class TinygradDevice(Device):
     """The base of tinygrad's devices; subclasses write their memory.
 
-    Attributes:
-        needs: name of the allocator's method without which the class is not used, or "".
+    `needs`: name of the allocator's method without which the class is not used, or "".
     """
 
     host_visible = False

@@ -77,8 +77,7 @@ class QuantLinear:
     ) -> None:
         """Make the tensors without values or memory.
 
-        Raises:
-            ValueError: there is no layer for the format, or the format cannot hold the weight.
+        Raises ValueError: there is no layer for the format, or the format cannot hold the weight.
         """
         if format not in _DECODED:
             raise ValueError(f"tinygrad computes with {', '.join(_DECODED)} only")
@@ -227,8 +226,7 @@ def replace_linears(
 def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     """Return the `Swap` by which Linears of a model hold weights quantized; see `Framework.swap`.
 
-    Raises:
-        ValueError: there is no layer for a format, or a Linear holds values already.
+    Raises ValueError: there is no layer for a format, or a Linear holds values already.
     """
     tensors = tensors_of(model)
     shared = _tied(tensors)

@@ -64,9 +64,8 @@ class Origin:
     def write(self, what: str, values: torch.Tensor | None = None) -> None:
         """Overwrite the weight with the copy, or ``values``, quantized; ``what`` is for errors.
 
-        Raises:
-            RuntimeError: the caller is not in `_TAKEN`, libraries that may write, or
-                the weight was written since it was decoded.
+        Raises RuntimeError: the caller is not in `_TAKEN`, libraries that may write, or the weight
+        was written since it was decoded.
         """
         name = self.holder.address(self.leaf)
         if self.partial or not caller().startswith(_TAKEN):

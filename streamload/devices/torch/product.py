@@ -326,8 +326,7 @@ def _launch(
 ) -> _Launch | None:
     """Return the launch of a kernel for rows first to stop, exclusive; None if there is none.
 
-    Raises:
-        OSError: there is no driver.
+    Raises OSError: there is no driver.
     """
     form, target = form_of(format, width), _DTYPES.get(dtype)
     if form is None or target is None or torch.version.hip is not None:

@@ -55,9 +55,7 @@ class Coded(nn.Module):
     """Base of modules that hold weights quantized.
 
     The parts of a weight are its tensors in the module: the quantized values, scales and tables.
-
-    Attributes:
-        requantized: errors of quantizing weights that were written since they were loaded.
+    `requantized`: errors of quantizing weights that were written since they were loaded.
     """
 
     _streamload_dtype: torch.dtype  # of the weights before they were quantized
@@ -116,11 +114,9 @@ class Coded(nn.Module):
     def requantize(self, leaf: str, values: torch.Tensor) -> QuantCounts:
         """Quantize new values of a weight, on the CPU, into the memory of its parts.
 
-        Returns the quantization errors, which are added to `requantized`.
-
-        Raises:
-            ValueError: the values are no floats, or of another shape than the quantized weight;
-                or nothing here quantizes to its format.
+        Returns the quantization errors, which are added to `requantized`. Raises ValueError: the
+        values are no floats, or of another shape than the quantized weight; or nothing here
+        quantizes to its format.
         """
         coded, found = self._coded[leaf], tuple(values.shape)
         if coded.format not in SCHEMES:

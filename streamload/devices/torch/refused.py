@@ -53,8 +53,7 @@ def refuse_wrapping(names: Iterable[str]) -> None:
 def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
     """Make ``save_pretrained`` raise if a model's configuration names no quantization.
 
-    Returns:
-        The models of transformers or diffusers that now raise, for `allow_saving`.
+    Returns the models of transformers or diffusers that now raise, for `allow_saving`.
     """
     found = []
     for each in model.modules():

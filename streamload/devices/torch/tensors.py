@@ -446,10 +446,8 @@ def tie_key(tensor: torch.Tensor) -> Any:
 def parameters_of(model: Any) -> list[TorchParameter]:
     """Return a module's parameters and persistent buffers, or a dict's tensors, as parameters.
 
-    Tied tensors are one. Names lack the prefixes of wrappers; `Parameter.wrapped` has them.
-
-    Raises:
-        ValueError: the model is neither a module nor a dict.
+    Tied tensors are one. Names lack the prefixes of wrappers; `Parameter.wrapped` has them. Raises
+    ValueError: the model is neither a module nor a dict.
     """
     wrapped: dict[str, str] = {}
     slots: Iterable[tuple[str, Slot]]

@@ -22,8 +22,7 @@ _KINDS = (nn.Linear, nn.Embedding)
 def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
     """Let compressed modules decompress their weights in each call.
 
-    Returns:
-        The names of compressed modules that cannot; if there are any, nothing is changed.
+    Returns the names of compressed modules that cannot; if there are any, nothing is changed.
     """
     compressed = [
         (name, module)

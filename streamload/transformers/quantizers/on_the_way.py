@@ -50,8 +50,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
     def asked(cls, checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedOnLoad:
         """Return the steps for `asked`, a ``BitsAndBytesConfig`` or dict; set it in `config`.
 
-        Raises:
-            ValueError: another method, an option that is not supported, or no such package.
+        Raises ValueError: another method, an option that is not supported, or no such package.
         """
         if isinstance(asked, Mapping) and asked.get("quant_method", _METHOD) == _METHOD:
             asked = BitsAndBytesConfig.from_dict({**asked})
@@ -118,8 +117,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
     def stage(self, model: Any, names: Names) -> None:
         """Put meta buffers for weights into modules of bitsandbytes (fused experts: streamload).
 
-        Raises:
-            ValueError: the checkpoint does not fill one of bitsandbytes' modules.
+        Raises ValueError: the checkpoint does not fill one of bitsandbytes' modules.
         """
         state = model.state_dict(keep_vars=True)
         for name in (f"{prefix}.weight" for prefix in self._modules):
