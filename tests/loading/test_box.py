@@ -314,10 +314,10 @@ def test_a_conversion_to_memory_takes_what_its_refusal_says(
     cgroup: Boxes, tmp_path: Path, in_memory: Path
 ) -> None:
     """Within 2%, with what opening and compiling took before, by the kernel's counters."""
-    make_checkpoint(tmp_path / "source", shape_of_size(60_000_000, BF16))
+    make_checkpoint(tmp_path / "source", shape_of_size(100_000_000, BF16))
     case = {"path": str(tmp_path / "source"), "convert": str(in_memory / "out"), "device": "host"}
     case |= {"state": "none", "options": {"dtype": "float16"}}
-    found = run_boxed(cgroup, case, lambda charged: charged + 60_000_000)
+    found = run_boxed(cgroup, case, lambda charged: charged + 100_000_000)
     assert found["outcome"] == "refused", found
     predicted = found["room_nbytes"] + found["said"]["lacks_nbytes"]
     found = run_boxed(cgroup, case, lambda charged: charged + predicted + 500_000)
