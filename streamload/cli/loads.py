@@ -23,7 +23,14 @@ from streamload.core.location import Url
 from streamload.core.memory import available_host_nbytes
 from streamload.core.memory_rate import kept_rate
 from streamload.core.units import format_bytes, format_table, parse_bytes
-from streamload.devices.names import INSTALLS, framework, installed, spelled_as, split_name
+from streamload.devices.names import (
+    FRAMEWORKS,
+    INSTALLS,
+    framework,
+    installed,
+    spelled_as,
+    split_name,
+)
 from streamload.devices.probing import probe
 from streamload.distributed.launch import find_launch
 from streamload.errors import DeviceNotFoundError, PlanInfeasibleError, printable
@@ -387,7 +394,7 @@ def devices(
 def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
     """Return pairs of a framework and its device; None in place of a device for all."""
     if not names:
-        return [(name, None) for name in ("tinygrad", "torch", "host")]
+        return [(name, None) for name in FRAMEWORKS]
     split = [split_name(name) for name in names]
     return [(owner or spelled_as(name), name or None) for owner, name in split]
 

@@ -40,7 +40,7 @@ DEFAULT_HOST_NBYTES = 64 * 2**20
 MIN_HOST_NBYTES = 8 * 2**20
 
 _Hierarchy = Literal["cgroup", "cgroup2"]  # as their mounts are named: v1 and v2
-_FRAMEWORKS = ("tinygrad:", "torch:")
+_FRAMEWORK = re.compile(r"\w+:(?=[a-z]|$)")  # before a device's own name
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 
 _Way = TypeVar("_Way")
@@ -53,9 +53,8 @@ def canonical_device(name: str) -> str:
     ``CL``, ``cl:0`` and ``tinygrad:CL`` are all ``cl``; ``torch:cuda:1`` is ``cuda:1``.
     """
     name = name.strip().lower()
-    for framework in _FRAMEWORKS:
-        name = name.removeprefix(framework)
-    return name.removesuffix(":0")
+    framework = _FRAMEWORK.match(name)
+    return name[framework.end() if framework else 0 :].removesuffix(":0")
 
 
 @dataclass(frozen=True, slots=True)

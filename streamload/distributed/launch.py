@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import socket
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamload.core.registry import Registry, load
 from streamload.core.system import file_text
 from streamload.distributed.group import Alone, Launch, Met, ProcessGroup, unmet
 from streamload.errors import NodeError, PeerFailedError
@@ -69,11 +69,40 @@ _LAUNCHERS = (
     ),
 )
 
-#: The engines to try for each `Launch.engine_hint`, in this order.
-_ENGINES = {"torch": ("torch",), "mpi": ("mpi", "torch")}
 
-#: The packages that each engine needs, for error messages.
-_PACKAGES = {"torch": "torch", "mpi": "mpi4py and an MPI library (pip install mpi4py)"}
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """An engine of groups of processes.
+
+    Attributes:
+        engine: the module to import: its ``is_group(thing)`` recognizes the library's own groups,
+            ``wrap(group, timeout, met)`` makes a `ProcessGroup` of one, and
+            ``launched(launch, timeout, met)`` that of all ranks.
+        library: the module that a program has imported if it has such groups.
+        hints: each `Launch.engine_hint` for which ``launched`` is called.
+        needs: the packages to install, for errors.
+    """
+
+    name: str
+    engine: str
+    library: str
+    hints: tuple[str, ...]
+    needs: str
+
+
+#: The engines, in the order in which they are tried.
+ENGINES = Registry(
+    "streamload.engines",
+    EngineRow,
+    EngineRow(
+        "mpi",
+        "streamload.distributed.mpi",
+        "mpi4py.MPI",
+        ("mpi",),
+        "mpi4py and an MPI library (pip install mpi4py)",
+    ),
+    EngineRow("torch", "streamload.distributed.torch", "torch", ("torch", "mpi"), "torch"),
+)
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -132,8 +161,8 @@ def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) ->
         if meeting is not None:
             met(meeting)
         return group
-    for engine, module in (("torch", "torch"), ("mpi", "mpi4py.MPI")):
-        if module in sys.modules and engine_module(engine).is_group(group):
+    for engine, row in ENGINES.items():
+        if row.library in sys.modules and engine_module(engine).is_group(group):
             wrapped: ProcessGroup = engine_module(engine).wrap(group, timeout, met)
             return wrapped
     raise TypeError(
@@ -145,7 +174,9 @@ def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) ->
 def _launched(launch: Launch, timeout: float, met: Met) -> ProcessGroup:
     """Return the launcher's group, by the first engine that works; else raise NodeError."""
     problems = []
-    for engine in _ENGINES[launch.engine_hint]:
+    for engine, row in ENGINES.items():
+        if launch.engine_hint not in row.hints:
+            continue
         try:
             opened: ProcessGroup = engine_module(engine).launched(launch, timeout, met)
             return opened
@@ -154,7 +185,7 @@ def _launched(launch: Launch, timeout: float, met: Met) -> ProcessGroup:
         except NodeError as error:
             problems.append(f"{engine}: {error.problem}")
         except (ImportError, OSError, RuntimeError) as error:  # it or its library is missing
-            problems.append(f"{engine}: {error}: install {_PACKAGES[engine]}")
+            problems.append(f"{engine}: {error}: install {row.needs}")
     raise NodeError(
         launch.host, f"launched by {launch.launcher}, but no engine works: " + "; ".join(problems)
     )
@@ -189,7 +220,7 @@ def engine_module(name: str) -> Any:
     if quiet:
         os.environ[_TORCH_LOG] = "ERROR"
     try:
-        return importlib.import_module(f"streamload.distributed.{name}")
+        return load(ENGINES[name].engine)
     finally:
         if quiet:
             del os.environ[_TORCH_LOG]

@@ -26,9 +26,9 @@ from streamload.core.memory import (
 )
 from streamload.core.memory import reserve_nbytes as guessed_reserve_nbytes
 from streamload.core.units import format_bytes
-from streamload.devices.allocators import AllocatorKind
 from streamload.devices.base import Device, DeviceInfo, Framework
 from streamload.devices.names import (
+    FRAMEWORKS,
     INSTALLS,
     default_framework,
     environment_device,
@@ -56,12 +56,6 @@ from streamload.streaming.memory_watch import needed_by_loads
 if TYPE_CHECKING:
     from streamload.devices.cuda_copies import BulkCopier
 
-# The allocator of a CUDA device that is not opened, by framework.
-_CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {
-    "torch": "cuda_caching",
-    "tinygrad": "cuda_driver",
-}
-
 # Bytes that the allocators of devices that are not opened round up to, by name.
 _GRANULARITY_NBYTES = {"host": 16, "CPU": mmap.PAGESIZE, "CL": 512, "CUDA": 512}
 #: The same for other names and for nodes: torch's CPU, which is enough for most devices.
@@ -70,14 +64,6 @@ UNSEEN_GRANULARITY_NBYTES = 64
 #: Host bytes to match and plan one parameter: measured 1,000 to 1,170 for models of 20,000 and
 #: 60,000 in all four frameworks.
 PLANNING_NBYTES = 1100
-
-#: The problem with a device of a framework that is not installed, by framework.
-_LACKING = {
-    "torch": f"the name is torch's, which is not installed ({INSTALLS['torch']}); "
-    "tinygrad's devices are in upper case",
-    "tinygrad": f"the name is tinygrad's, which is not installed ({INSTALLS['tinygrad']}); torch's "
-    "devices are in lower case",
-}
 
 _log = logging.getLogger("streamload")
 
@@ -262,7 +248,7 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
     """Describe a device to the planner for a plan that opens none, by its name and budget."""
     owner, rest = split_name(name)
     owner = owner or spelled_as(rest)
-    allocator = _CUDA_ALLOCATORS.get(owner)
+    allocator = FRAMEWORKS[owner].cuda_allocator
     if allocator is not None and rest.lower().partition(":")[0] == "cuda":
         info = DeviceInfo(
             name,
@@ -337,7 +323,9 @@ def open_devices(
     if not named:  # a model decides; without one, the names do
         named.update(spelled_as(name) if name else default_framework() for name in wanted)
         for lacking in (name for name in named if not installed(name)):
-            raise DeviceNotFoundError(", ".join(wanted), _LACKING[lacking])
+            problem = f"the name is {lacking}'s, which is not installed ({INSTALLS[lacking]})"
+            problem += f"; {FRAMEWORKS[lacking].hint}"
+            raise DeviceNotFoundError(", ".join(wanted), problem)
     if len(named) > 1:
         raise DeviceNotFoundError(
             ", ".join(wanted), f"a load has one framework, not {' and '.join(sorted(named))}"

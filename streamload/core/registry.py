@@ -1,0 +1,82 @@
+"""The registry of formats, schemes, frameworks and engines: ours in code, others' by entry points.
+
+Each is a row: its name, the facts by which it is recognized, and the object to import when it is
+met. A package adds one by an entry point that leads to a row::
+
+    [project.entry-points."streamload.formats"]
+    acme = "acme.rows:FORMAT"
+
+The groups are ``streamload.formats``, ``streamload.schemes``, ``streamload.devices`` and
+``streamload.engines``. Entry points are looked for when none of ours fits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+
+class Named(Protocol):
+    """A row."""
+
+    @property
+    def name(self) -> str:
+        """The name, unique in its registry."""
+
+
+R = TypeVar("R", bound=Named)
+
+
+class Registry(Mapping[str, R]):
+    """Rows by name: ours in their order, then others'.
+
+    Attributes:
+        ours: the rows of this package.
+    """
+
+    def __init__(self, group: str, kind: type[R], *ours: R) -> None:
+        """``group``: of the entry points; ``kind``: the class of its rows."""
+        self.ours: Mapping[str, R] = {row.name: row for row in ours}
+        self._group, self._kind = group, kind
+
+    @cached_property
+    def others(self) -> dict[str, R]:
+        """Rows of other packages by name; a UserWarning names each entry point without one."""
+        found: dict[str, R] = {}
+        for point in _entry_points(self._group):
+            try:
+                row = point.load()
+                if not isinstance(row, self._kind):
+                    raise TypeError(f"it is no {self._kind.__name__}, but {type(row).__name__}")
+                if row.name in self.ours or found.setdefault(row.name, row) is not row:
+                    raise ValueError(f"there is another {row.name!r}")
+            except Exception as error:  # loads that do not need it go on
+                where = f"{self._group}: {point.name} = {point.value}"
+                warnings.warn(f"cannot use the entry point {where}: {error}", stacklevel=2)
+        return found
+
+    def __getitem__(self, name: str) -> R:
+        return self.ours[name] if name in self.ours else self.others[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.ours
+        yield from self.others
+
+    def __len__(self) -> int:
+        return len(self.ours) + len(self.others)
+
+
+def load(target: str) -> Any:
+    """Import and return an object, "module:name", or a module."""
+    module, _, name = target.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+def _entry_points(group: str) -> Any:
+    from importlib.metadata import entry_points  # with the search, tens of milliseconds
+
+    return entry_points(group=group)

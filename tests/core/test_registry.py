@@ -1,0 +1,141 @@
+"""A package of a stranger: what its entry points lead to is found, and used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from safetensors_files import write_safetensors
+
+from streamload.core.registry import Registry
+from streamload.devices.names import FrameworkRow
+
+DEVICE = """
+from dataclasses import replace
+
+from streamload.devices.host import HostDevice, HostFramework
+from streamload.devices.names import FrameworkRow
+
+ROW = FrameworkRow(name="acme", framework="acme.device:FRAMEWORK", tensors=("acme.Chip",), spelling="chip")
+
+class Chip(HostDevice):
+    name = "chip"
+
+    @property
+    def info(self):
+        return replace(super().info, name="chip", framework="acme")
+
+class Acme(HostFramework):
+    name = "acme"
+
+    def canonical(self, name):
+        return "chip"
+
+    def device(self, name):
+        return Chip()
+
+    def candidates(self):
+        return ("chip",)
+
+FRAMEWORK = Acme()
+"""
+ENGINE = """
+from streamload.distributed.group import Alone
+from streamload.distributed.launch import EngineRow
+
+ROW = EngineRow("wire", "acme.engine", "acme.engine", ("torch",), "acme")
+
+class Wire:
+    pass
+
+def is_group(thing):
+    return isinstance(thing, Wire)
+
+def wrap(group, timeout, met):
+    return Alone()
+"""
+#: What a program does with each, and the modules of the package that it imports.
+USES = {
+    "devices": (
+        "for name in ('chip', 'acme:chip'):\n"
+        "    report = streamload.load_state_dict(None, 'm.safetensors', device=name)\n"
+        "    assert [d.device for d in report.plan.devices] == ['chip']\n"
+        "    assert report.state_dict['w'].tolist() == [1, 2]\n"
+        "from streamload.devices.names import framework_of\n"
+        "from acme.device import Chip\n"
+        "assert framework_of({'layers': [Chip()]}) == 'acme'",
+        {"acme.device"},
+    ),
+    "engines": (
+        "from acme.engine import Wire\n"
+        "report = streamload.distributed.load_state_dict(\n"
+        "    None, 'm.safetensors', device='host', group=Wire())\n"
+        "assert report.state_dict['w'].tolist() == [1, 2]",
+        {"acme.engine"},
+    ),
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with the package, and files of weights."""
+    (tmp_path / "acme").mkdir()
+    for name, code in {"__init__": "", "device": DEVICE, "engine": ENGINE}.items():
+        (tmp_path / "acme" / f"{name}.py").write_text(code)
+    points = {"devices": "device", "engines": "engine"}
+    lines = (f"[streamload.{group}]\nacme = acme.{name}:ROW" for group, name in points.items())
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    write_safetensors(tmp_path / "m.safetensors", {"w": ("U8", (2,), b"\1\2")})
+    return tmp_path
+
+
+def run(site: Path, code: str) -> None:
+    """Run a program in the folder."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=site, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("group", USES)
+def test_a_strangers_row_is_met(site: Path, group: str) -> None:
+    """By a name or by a file's facts; modules of its other rows stay where they are."""
+    code, modules = USES[group]
+    seen = "{name for name in sys.modules if name.startswith('acme.')}"
+    run(site, f"import sys, streamload\n{code}\nassert {seen} == {modules}, {seen}")
+
+
+def test_a_plain_load_looks_for_no_entry_point(site: Path) -> None:
+    """Its file, dtype and device are ours."""
+    run(
+        site,
+        "import importlib.metadata as metadata, streamload\n"
+        "metadata.entry_points = None\n"
+        "streamload.load_state_dict(None, 'm.safetensors', device='host')\n",
+    )
+
+
+def test_a_row_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A UserWarning gives its entry point and the reason; the other rows are there."""
+    points = [
+        metadata.EntryPoint("one", "sys:nothing", "streamload.devices"),
+        metadata.EntryPoint("two", "sys:path", "streamload.devices"),
+        metadata.EntryPoint("three", "acme_lacks_this", "streamload.devices"),
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
+    host = FrameworkRow(name="host", framework="")
+    rows = Registry("streamload.devices", FrameworkRow, host)
+    with pytest.warns(UserWarning) as caught:
+        assert list(rows.values()) == [host]
+    said = [str(warned.message) for warned in caught]
+    reasons = (
+        "one = sys:nothing: ",
+        "two = sys:path: it is no FrameworkRow, but list",
+        "acme_lacks",
+    )
+    for text, reason in zip(said, reasons, strict=True):
+        assert "cannot use the entry point streamload.devices: " in text and reason in text
