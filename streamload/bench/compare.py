@@ -136,10 +136,7 @@ def choose(options: Options, framework: str, device: str) -> dict[str, Loader]:
 
 
 def compare(options: Options) -> Comparison:
-    """Measure all loaders, and return their figures.
-
-    Raises ValueError: an argument is invalid.
-    """
+    """Measure all loaders, and return their figures."""
     for state in options.states:
         if state not in STATES:
             raise ValueError(f"no state {state!r} of the page cache; there are {', '.join(STATES)}")

@@ -49,10 +49,7 @@ def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
 
 
 def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: bool = False) -> Lap:
-    """Return a function that runs a pass with group offloading of diffusers.
-
-    ``low_memory``: diffusers' ``low_cpu_mem_usage``. ``budget`` has no effect.
-    """
+    """Return a function that runs a pass with group offloading of diffusers, of any budget."""
     import torch
     from diffusers.hooks import apply_group_offloading
     from transformers import AutoModelForCausalLM

@@ -82,10 +82,7 @@ class Digest:
 
     @classmethod
     def from_json(cls, name: str, entry: object, path: Location) -> Self:
-        """Return the digest that `to_json` wrote; unknown keys are ignored.
-
-        Raise HeaderError, which names ``path`` and the tensor, if the entry is not valid.
-        """
+        """Return the digest that `to_json` wrote; unknown keys are ignored."""
         fail = partial(HeaderError, path, tensor=name)
         fields = check_entry(name, entry, path)
         code, shape, nbytes, digest = map(fields.get, ("dtype", "shape", "nbytes", "digest"))

@@ -118,10 +118,7 @@ def origin(path: Location) -> Location:
 
 
 def locate(text: str) -> Location:
-    """Return the folder or file that a repository's name means, pinned to a commit.
-
-    If the hub gives no answer, it is a path in the local cache.
-    """
+    """Return the folder or file that a repository's name means, of a commit or in the cache."""
     asked = Repository.parse(text)
     try:
         return _located(text, asked)

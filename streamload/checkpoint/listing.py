@@ -16,10 +16,7 @@ from streamload.files.limits import most_nbytes
 
 
 def list_folder(folder: Url) -> dict[str, int] | None:
-    """Return lengths in bytes of files in a folder, by path, without hidden ones.
-
-    None for a server that does not list it.
-    """
+    """Return bytes of a folder's files by path, but hidden ones; None if it is not listed."""
     listed = _of_bucket(folder) if folder.is_store else hub.listing(folder)
     if listed is None:
         return None
@@ -44,10 +41,7 @@ def _of_bucket(folder: Url) -> Mapping[str, int] | None:
 
 
 def names_in(folder: Location) -> list[str] | None:
-    """Return the names in a folder, in order; those of folders on servers end with a slash.
-
-    None for a server that does not list it.
-    """
+    """Return names in a folder, in order, of folders on servers with a slash; None if unlisted."""
     if isinstance(folder, Url):
         paths = list_folder(folder)
         return None if paths is None else sorted({"".join(p.partition("/")[:2]) for p in paths})

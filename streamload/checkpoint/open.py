@@ -164,10 +164,7 @@ CheckpointLike: TypeAlias = str | os.PathLike[str] | Checkpoint
 
 
 def opened(path: CheckpointLike) -> Checkpoint:
-    """Return ``path`` if it is a `Checkpoint`, else open the one at that path.
-
-    Raises ValueError: ``path`` is neither a checkpoint nor a path.
-    """
+    """Return ``path`` if it is a `Checkpoint`, else open the one at that path."""
     if isinstance(path, Checkpoint):
         return path
     if not isinstance(path, (str, os.PathLike)):
@@ -276,10 +273,7 @@ def _opened(found: Location, folder: Location, variant: str | None, key: str | N
 def locate(
     path: str | os.PathLike[str], pinned: HubFile | None = None
 ) -> tuple[Location, Location]:
-    """Return a checkpoint's path and the folder of its files; raise ShardNotFoundError for none.
-
-    ``pinned``: what another rank has found for a repository.
-    """
+    """Return a checkpoint's path and the folder of its files; raise ShardNotFoundError for none."""
     found: Location
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if hub.is_named(name) and not (isinstance(path, Url) and file_of(path)):

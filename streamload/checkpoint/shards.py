@@ -48,10 +48,7 @@ def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Rea
 
 
 def map_shard(header: Header) -> mmap.mmap:
-    """Return a private copy-on-write map of a shard's file, for tensors that stay mapped.
-
-    Raise CheckpointError if the file has changed since its header was read, or cannot be mapped.
-    """
+    """Return a private copy-on-write map of a shard's file, for tensors that stay mapped."""
     assert isinstance(header.path, Path), header.path
     with open_regular(header.path) as file:
         try:

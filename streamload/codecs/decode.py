@@ -179,11 +179,7 @@ class _WeightDecoder(Decoder):
 
 
 class ScaledLayout(Layout):
-    """A layout with values and scales in separate tensors; CUDA devices dequantize it, too.
-
-    Args:
-        kind: `QuantizedWeight.kind` of its weights, a key of `PACKED`.
-    """
+    """A layout with values and scales in separate tensors; CUDA devices dequantize it, too."""
 
     #: roles (see `QuantizedWeight.members`) of tensors with which a weight is refused
     other_roles: tuple[str, ...] = ()

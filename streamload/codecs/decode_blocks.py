@@ -162,13 +162,7 @@ class BlockDecoder(Decoder):
 
 
 class BlockWriter:
-    """Collects the IR that decodes one block; arguments and results are names of IR values.
-
-    Attributes:
-        one: writes instructions on single values.
-        wide: writes instructions on vectors of `WIDTH` values.
-        lines: the instructions so far.
-    """
+    """Collects the IR that decodes one block; arguments and results are names of IR values."""
 
     def __init__(self, native_half: bool, lanes: int = 0) -> None:
         self._native_half, self._lanes = native_half, lanes
@@ -219,10 +213,7 @@ class BlockWriter:
         return v.op("fmul", "float", wide, splat(v, "float", d))
 
     def spread(self, values: str, count: int, first: int, each: int) -> str:
-        """Return a vector of `WIDTH` floats: ``values`` from ``first`` on, each ``each`` times.
-
-        ``count`` is the length of the vector ``values``.
-        """
+        """Return a vector of `WIDTH` floats: ``values`` from ``first`` on, each ``each`` times."""
         order = [first + at // each for at in range(WIDTH)]
         return self.picked(values, values, "float", count, order)
 

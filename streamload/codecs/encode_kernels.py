@@ -258,10 +258,7 @@ class _Writer(UnitWriter):
         return maximum(self.one, self.lane, reduced, narrow)
 
     def _finite(self, source: str, largest: str) -> str:
-        """Write IR of a unit's largest finite magnitude; it adds NaN, inf, overflow to the tally.
-
-        Most units have no NaN, infinity or overflow, and are not read again.
-        """
+        """Write IR of a unit's largest finite magnitude; it counts NaN, infinity and overflow."""
         one, lane = self.one, self.lane
         start = self.source.special if self.half_start is None else self.half_start
         is_special = one.op("icmp uge", lane, largest, start)

@@ -41,12 +41,7 @@ def _rows(form: Form, tokens: int) -> int:
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched.
-
-    Attributes:
-        splits: warps that share a row's columns.
-        blocks: CUDA blocks, of `BLOCK_THREADS` threads each.
-    """
+    """How a kernel is launched."""
 
     splits: int
     blocks: int

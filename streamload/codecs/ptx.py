@@ -66,10 +66,7 @@ class ThreadWriter(Vector):
         super().__init__(1, native_half=True)
 
     def place(self, base: str, index: str = "0", nbytes: int = 1) -> str:
-        """Write IR of a global pointer to item ``index`` of an array at ``base``.
-
-        ``base`` is an address, and items have ``nbytes`` each.
-        """
+        """Write IR of a global pointer to item ``index`` of an array at ``base``."""
         at = self.op("add", "i64", base, self.op("mul", "i64", index, nbytes))
         return self.emit(f"inttoptr i64 {at} to ptr addrspace(1)")
 
@@ -168,10 +165,7 @@ class ThreadWriter(Vector):
 
 
 def kept_ptx(ir: str, names: tuple[str, str], cpu: str = _CPU) -> str:
-    """Return PTX of IR for ``cpu`` and later, cached on disk; CUDA is not needed.
-
-    ``names`` are those of source and target, for the error.
-    """
+    """Return PTX of IR for ``cpu`` and later, cached on disk; CUDA is not needed."""
     try:
         found = kept(lambda: compile_ptx(ir, cpu=cpu).encode(), "ptx", cpu, _FEATURES, ir)
     except (ImportError, OSError, RuntimeError) as error:

@@ -200,12 +200,9 @@ def complete_of(weight: QuantizedWeight) -> tuple[TensorInfo, Complete] | None:
 
 
 class CodedWeight(NamedTuple):
-    """A weight that a model's parameter holds quantized.
+    """A weight that a parameter holds quantized: in the format of a scheme, or of blocks.
 
-    Attributes:
-        format: the name of the scheme, or of a layout of blocks (`is_blocks`).
-        shape: the weight's shape when it is quantized.
-        transposed: whether the checkpoint has the transpose of that shape.
+    `transposed`: whether the checkpoint has the transpose of ``shape``.
     """
 
     format: str

@@ -116,10 +116,7 @@ def read_states(
 
 
 def unknown_codes(layouts: Layouts, known: Mapping[str, QuantizedWeight]) -> Mapping[str, str]:
-    """Return integer weights of no known layout that are next to scales, with the name of these.
-
-    ``known``: the known quantized weights, by the names of all their tensors.
-    """
+    """Return integer weights of no known layout that are next to scales, with the name of these."""
     out: dict[str, str] = {}
     own = {str(name) for _, names in own_formats(layouts) for name in names}
     for info in layouts.tensors.values():

@@ -89,12 +89,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Packed(TensorInfo):
-    """A quantized weight listed as one tensor, with the weight's name and unpacked shape.
-
-    Attributes:
-        group: the stored tensors of the weight.
-        headers: headers of the files that hold the stored tensors.
-    """
+    """A quantized weight listed as one tensor, with the weight's name and unpacked shape."""
 
     group: QuantizedWeight = field(compare=False, repr=False)
     headers: tuple[Header, ...] = field(compare=False, repr=False)

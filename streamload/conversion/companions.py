@@ -227,10 +227,7 @@ def _real(bounds: Sequence[str], path: Path) -> Path:
 def _small_folder(
     folder: Path, name: str, bounds: Sequence[str], *, holds_weights: bool
 ) -> dict[str, SmallFile]:
-    """Return the files of subfolder ``name`` by path; {} if it is not copied.
-
-    ``bounds``: folders that links may lead into; ``holds_weights``: copy also one with weights.
-    """
+    """Return the files of subfolder ``name`` by path; {} if it is not copied."""
     found: dict[str, SmallFile] = {}
     _real(bounds, folder / name)
     for root, inner, names in os.walk(folder / name):
@@ -267,10 +264,7 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
 
 
 def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list[str], list[str]]:
-    """Return paths to copy of ``listed`` (path to length), and folders left out.
-
-    ``owns``: whether all files are the model's.
-    """
+    """Return paths to copy of ``listed`` (path to length), and folders left out."""
     names = [path for path in listed if "/" not in path and _belongs(path, owns=owns)]
     left: list[str] = []
     modules = _module_folders(folder) if MODULES in names else frozenset()

@@ -59,10 +59,7 @@ class Destination:
     # --- checks -----------------------------------------------------------------------------------
 
     def check_apart(self, shards: Collection[Path]) -> None:
-        """Raise CheckpointError if files of the source would be overwritten or removed.
-
-        ``shards`` are all of the source's files, also those that are not converted.
-        """
+        """Raise CheckpointError if files of the source would be overwritten or removed."""
         for shard in shards:
             if Path(os.path.realpath(self.work)) in Path(os.path.realpath(shard)).parents:
                 raise CheckpointError(self.work, "the source is in the folder that would be made")
@@ -83,10 +80,7 @@ class Destination:
                 raise CheckpointError(where, "a file of the source would be written", found=found)
 
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
-        """Raise CheckpointError for symlinks, or files that must not be replaced or resumed.
-
-        ``finished``: whether this very conversion was finished before.
-        """
+        """Raise CheckpointError for symlinks, or files that must not be replaced or resumed."""
         named = (*self._plan.folders, *self._plan.subfolders)
         inner = dict.fromkeys(above for name in named for above in (name, *folders_above(name)))
         for folder in (WORK, OUT, *inner):
@@ -240,10 +234,7 @@ class Destination:
         return [path for path in published if exists(self.out / path)]
 
     def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
-        """Remove an old checkpoint, and move all files to their paths, indexes last.
-
-        ``published``: digests of all files of the plan, by path.
-        """
+        """Remove an old checkpoint, and move all files to their paths, indexes last."""
         waiting = self.waiting(published)
         done = published.keys() - waiting
         old = [path for path in self._old() if path not in done]

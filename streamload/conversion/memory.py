@@ -44,12 +44,7 @@ _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the repo
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Files of a conversion that stay in memory until they are removed.
-
-    Attributes:
-        nbytes: their bytes that are still to be written.
-        reason: why they are in memory, for errors.
-    """
+    """Bytes of files, still to be written, that stay in memory until removed, and the reason."""
 
     nbytes: int
     reason: str

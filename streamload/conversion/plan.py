@@ -378,11 +378,7 @@ class ConvertPlan(Shown):
 def plan_conversion(
     checkpoint: Checkpoint, destination: Path, options: ConvertOptions
 ) -> ConvertPlan:
-    """Plan a conversion without reading or writing a tensor.
-
-    Raises ValueError: a pattern matches no tensor, no tensor is left, or a node's name cannot be
-    that of a folder.
-    """
+    """Plan a conversion without reading or writing a tensor."""
     if options.nodes and options.writer.name != SAFETENSORS:
         raise ValueError(f"{options.writer.name} files are not split over nodes")
     chosen, fill, dtypes = _chosen(checkpoint, options)

@@ -53,10 +53,7 @@ def dtype_for(
 def config_for(
     runtime: str, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return keys to add to the model's ``config`` for a runtime, and sentences for users.
-
-    ``names``: names of all output tensors. Raises ValueError for names that the runtime lacks.
-    """
+    """Return keys to add to the model's ``config`` for a runtime, and sentences for users."""
     is_gpt2 = config.get("model_type") == "gpt2"
     if runtime == "mlx" and is_gpt2 and any(name.startswith(_OF_GPT2) for name in names):
         raise ValueError(

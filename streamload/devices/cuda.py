@@ -257,10 +257,7 @@ def _take_stream(context: Context) -> int:
 
 
 def _give_back(context: Context, stream: int) -> None:
-    """Return the stream of a slot whose copies have ended; the last slot's return destroys it.
-
-    The context must be current.
-    """
+    """Return the stream of a slot whose copies have ended; the last slot's return destroys it."""
     with _sharing:
         key = (context.handle, stream)
         _users[key] -= 1

@@ -15,10 +15,7 @@ from streamload.devices.cuda_refill import Refiller
 
 
 class BulkCopier:
-    """Runs many reads, copies and casts in one call, by the compiled loop of `devices.bulk`.
-
-    `address`: returns the device address of a buffer.
-    """
+    """Runs many reads, copies and casts in one call, by the compiled loop of `devices.bulk`."""
 
     def __init__(self, context: Context, loop: Loop, address: Callable[[Any], int]) -> None:
         self.address = address
@@ -70,10 +67,7 @@ class BulkCopier:
 
 
 class Copies:
-    """Base of a framework's CUDA device: staging, copies and casts by the driver.
-
-    `bulk`: runs reads, copies and casts by a compiled loop; None if it cannot be compiled.
-    """
+    """Base of a framework's CUDA device: staging, copies and casts by the driver."""
 
     def __init__(self, context: Context, address: Callable[[Any], int]) -> None:
         """Use a context; ``address`` returns the device address of a buffer."""

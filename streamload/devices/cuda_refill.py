@@ -19,10 +19,7 @@ _MARKS = 3  # runs whose copies may be under way
 
 
 class Mark:
-    """A ticket of all copies that had been started on some streams when it was recorded last.
-
-    It may outlive the streams.
-    """
+    """A ticket of copies started on streams before it was recorded last; it may outlive these."""
 
     def __init__(self, context: Context, streams: Iterable[int]) -> None:
         """Create an event for each stream, in the current context; raises DeviceError."""

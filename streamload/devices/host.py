@@ -212,10 +212,7 @@ class HostFramework(Framework):
     name = "host"
 
     def parameters(self, model: Any) -> Sequence[HostParameter]:
-        """Return the arrays of a (nested) dict; entries with the same array are one parameter.
-
-        Raises ValueError: the model is no dict.
-        """
+        """Return the arrays of a (nested) dict; entries with the same array are one parameter."""
         if not isinstance(model, MutableMapping):
             raise ValueError(f"arrays are loaded into a dict, not a {type(model).__name__}")
         slots = dict_slots(model, (np.ndarray, InvalidArray))

@@ -144,10 +144,7 @@ class Heartbeat:
         self._lose(self._group.rank, f"gave up: {reason}")
 
     def identify(self, error: PeerFailedError) -> PeerFailedError:
-        """Wait for the lost rank's name; return an error with it, or ``error`` if it stays unknown.
-
-        An engine notices a broken connection before the lost rank is known.
-        """
+        """Wait for the lost rank's name; return an error with it, or ``error`` without."""
         with self._news:
             self._news.wait_for(lambda: self._loss is not None, self._stale_s + 2 * self._every_s)
         return self._loss or error

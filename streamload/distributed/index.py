@@ -113,10 +113,7 @@ class Index:
 
     @classmethod
     def read(cls, data: bytes, path: Location, folder: Location) -> Index:
-        """Return the index of a message of `write_index`, without opening files.
-
-        ``path`` and ``folder`` are those of the checkpoint on this rank.
-        """
+        """Return the index of a message of `write_index`, without opening files."""
         document = parse_json(zlib.decompress(data))
         shards = document["shards"]
         is_file = path != folder and not path.name.endswith(".json")  # its name may differ here
@@ -170,11 +167,7 @@ class Index:
         )
 
     def is_sampled(self, host: str) -> bool:
-        """Return whether `check` compared only parts of files that are not on rank 0's disk.
-
-        Args:
-            host: unique id of this host.
-        """
+        """Return whether `check` compared only parts of files that are not on rank 0's disk."""
         local = [h for h in self.checkpoint.shards if not isinstance(h.path, Url) and h.state]
         alike = all(_place(h, host) == self.shards[h.path.name]["place"] for h in local)
         return not alike and not (self.digests and _digests(self.checkpoint))

@@ -166,10 +166,7 @@ class Held:
         )
 
     def story(self, plan: ClusterPlan, held: Sequence[frozenset[str]]) -> list[str]:
-        """Return notes on who was lost, what moved, and the seconds; [] if no rank was lost.
-
-        ``held``: names that each rank held before, by rank.
-        """
+        """Return notes on who was lost, what moved, and the seconds; [] if no rank was lost."""
         if not self.noticed_s:
             return []
         seconds, rows, stayed = time.monotonic() - self.noticed_s, [], 0

@@ -203,10 +203,7 @@ def _answered() -> Iterator[None]:
 
 
 def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
-    """Return the group of all ranks that a launcher started.
-
-    ``timeout``: seconds for the ranks to meet, and for each collective; ``met``: see `open_group`.
-    """
+    """Return the group of all ranks that a launcher started."""
     if not launch.meeting or launch.size is None:
         raise NodeError(launch.host, "set MASTER_ADDR and MASTER_PORT, so that ranks can meet")
     found = (launch.meeting, launch.rank, launch.size)
@@ -242,10 +239,7 @@ def _prefix(launch: Launch) -> str:
 
 
 def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
-    """Return the store of a rendezvous; PeerFailedError if another process has its port.
-
-    ``met``: the iterator that ``rendezvous`` returned; ``serves``: whether this process serves it.
-    """
+    """Return the store of a rendezvous; PeerFailedError if another process has its port."""
     try:
         return next(met)[0]
     except RuntimeError as error:

@@ -348,10 +348,7 @@ def described(
 
 
 def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
-    """Return how to read files of the hub: "cache" if asked for or if the disk has room.
-
-    ``files``: lengths in bytes; those in the local cache take no room.
-    """
+    """Return how to read files of the hub: "cache" if asked for or if the disk has room."""
     if fetch == "stream" or not files:
         return "stream"
     lacking = {url: n for url, n in files.items() if isinstance(cached(url), Url)}

@@ -70,10 +70,7 @@ def most_nbytes(path: Location, what: str = "") -> int:
 
 
 def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> None:
-    """Count bytes of a header to parse; raise HeaderError, with ``problem``, above the limits.
-
-    ``what`` names a part of the header that is counted alone; "" for the whole header.
-    """
+    """Count bytes of a header to parse; raise HeaderError, with ``problem``, above the limits."""
     most = most_nbytes(path, what)
     if nbytes > most:
         limit = "" if most == MAX_HEADER_NBYTES else ", by limits="

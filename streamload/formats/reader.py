@@ -250,11 +250,7 @@ def read_header(
     reader: FormatReader | None = None,
     key: str | None = None,
 ) -> Header:
-    """Return the header of a file of any format; no data is read.
-
-    ``reader`` None: `reader_of` the file; ``key``: a dict in a torch.save file, as of
-    `open_checkpoint`.
-    """
+    """Return the header of a file of any format; no data is read."""
     with open_location(path) as file:
         chosen = (reader or reader_of(file)).keyed(key)
         try:

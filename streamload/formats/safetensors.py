@@ -163,10 +163,7 @@ def _metadata(document: dict[str, Any], path: Location) -> dict[str, str]:
 
 
 def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
-    """Return the length in bytes of the header's JSON, from ``raw``, the first bytes of the file.
-
-    Raise HeaderError for more than a header may have, TruncatedFileError if the file is shorter.
-    """
+    """Return the bytes of the header's JSON, by ``raw``, the first bytes of the file."""
     if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
         problem, found = "is too short for a safetensors file", min(len(raw), file_nbytes)
         raise TruncatedFileError(path, problem, f"at least {PREFIX_NBYTES}", found)

@@ -303,10 +303,7 @@ def numbered(count: int, suffix: str, stem: str = "model") -> list[str]:
 def index_document(
     name: str, files: Sequence[OutFile], **metadata: Mapping[str, int]
 ) -> Mapping[str, bytes]:
-    """Return {name: JSON bytes} of Hugging Face's index of several files; {} for one file.
-
-    ``metadata`` are further members of the JSON, by name.
-    """
+    """Return {name: JSON bytes} of Hugging Face's index of several files; {} for one file."""
     if len(files) == 1:
         return {}
     weight_map = {t.name: file.path for file in files for t in file.tensors}

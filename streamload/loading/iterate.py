@@ -87,12 +87,7 @@ def _together_nbytes(spec: DeviceSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """A checkpoint that is read tensor by tensor.
-
-    Attributes:
-        needs_native: whether some dtype depends on native bfloat16 of the device.
-        nbytes: bytes of each parameter, by name, with those of its tensor objects.
-    """
+    """A checkpoint that is read tensor by tensor."""
 
     place: Place
     call: Call

@@ -72,12 +72,7 @@ from streamload.streaming.state import StreamStats, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """A call that does not fit: a load into a model, or a plan without a model.
-
-    Attributes:
-        given: the arguments as written, with the checkpoint as "path".
-        target: for a load, the model and its match; for a plan, its only device.
-    """
+    """A call that does not fit: a load into a model, or a plan without a model."""
 
     error: PlanInfeasibleError
     call: Call
@@ -239,10 +234,7 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
 def described(
     read: Options, device: str | Sequence[str] | None, bf16_undecided: bool
 ) -> Sequence[DeviceSpec]:
-    """Describe the devices of a plan without a model; open them only if their facts are needed.
-
-    `bf16_undecided`: whether a dtype depends on native bfloat16 of the device.
-    """
+    """Describe the devices of a plan without a model; open them only if their facts are needed."""
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
@@ -307,10 +299,7 @@ def _check_distinct(names: Sequence[str]) -> None:
 
 
 def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, stored: bool) -> Plan:
-    """Plan a load of all of a checkpoint; `specs` describes devices, given `bf16_undecided`.
-
-    `stored`: whether weights may stay in their file's blocks.
-    """
+    """Plan a load of all of a checkpoint; `specs` describes devices, given `bf16_undecided`."""
     read, changed = call.options, call.options.changes.by_tensor
     engine = engine_of(read.cast)
 

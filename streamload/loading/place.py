@@ -101,10 +101,7 @@ class Devices:
         bf16_undecided: bool,
         of_model: bool = False,
     ) -> list[DeviceSpec]:
-        """Describe the devices to the planner; `held` is the bytes of old weights on each.
-
-        `bf16_undecided`: whether a dtype depends on native bfloat16 of the device.
-        """
+        """Describe the devices to the planner; `held` is the bytes of old weights on each."""
         for device in self.opened.values():
             device.trim()  # what the allocator keeps of freed memory is free
         infos = {name: device.info for name, device in self.opened.items()}

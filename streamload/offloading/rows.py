@@ -31,10 +31,7 @@ class RowReader:
         self._cast = make_cast(info.dtype, dst, out_of_range=out_of_range)
 
     def read(self, rows: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Return rows as a flat array of bytes, cast to the reader's `dst`; ``rows``: ascending.
-
-        Raises IndexError: the tensor has no such row.
-        """
+        """Return rows as a flat array of bytes, cast to the reader's `dst`; ``rows``: ascending."""
         count = self._info.shape[0]
         if rows and not 0 <= rows[0] <= rows[-1] < count:
             wrong = next(row for row in rows if not 0 <= row < count)

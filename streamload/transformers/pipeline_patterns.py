@@ -77,12 +77,7 @@ def stay_in(stay: Sequence[str], models: Mapping[str, Sequence[str]]) -> dict[st
 def formats_of(
     parts: Mapping[str, Part], asked: Mapping[str, Any]
 ) -> tuple[dict[str, str] | None, list[str]]:
-    """Return the ``quant=`` of a load of all models as one, or None, and notes.
-
-    Each model's own layers, embeddings and heads decide what "*" means. It leaves out weights that
-    diffusers keeps in float32, and those whose shapes a format cannot hold. ``asked``: the caller's
-    ``quant=`` by model.
-    """
+    """Return the ``quant=`` of a load of all models as one, or None, and notes."""
     out: dict[str, str] = {}
     left: list[str] = []
     for name, part in parts.items():

@@ -292,13 +292,10 @@ class _Blocks(Units, Formed):
 
 @dataclass(frozen=True)
 class FourBit(Scheme):
-    """bitsandbytes' quantization to 4 bits.
+    """bitsandbytes' quantization to 4 bits: "nf4" or "fp4", in one of `BLOCKS`.
 
-    Attributes:
-        kind: "nf4" or "fp4", which selects the 16 values.
-        nested: whether the blocks' largest magnitudes are quantized as well.
-        block: elements of a block, one of `BLOCKS`.
-        arithmetic: the device, "cpu" or "cuda", whose results are reproduced.
+    `nested`: whether the blocks' largest magnitudes are quantized, too; `arithmetic`: the device,
+    "cpu" or "cuda", whose results are reproduced.
     """
 
     kind: Kind

@@ -224,10 +224,7 @@ def replace_linears(
 
 
 def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
-    """Return the `Swap` by which Linears of a model hold weights quantized; see `Framework.swap`.
-
-    Raises ValueError: there is no layer for a format, or a Linear holds values already.
-    """
+    """Return the `Swap` by which Linears of a model hold weights quantized."""
     tensors = tensors_of(model)
     shared = _tied(tensors)
     wanted: dict[str, str | None] = {}

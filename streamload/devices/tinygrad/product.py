@@ -32,13 +32,7 @@ _DTYPES = {TO_TINYGRAD[dtype.name]: dtype for dtype in (BF16, F16, F32)}
 
 
 class Weight(NamedTuple):
-    """The tensors of a quantized Linear.
-
-    Attributes:
-        shape: (rows, columns) of the weight before quantizing.
-        parts: its codes, and the other arrays in the order of `Form.parts`.
-        bias: (rows,), or None.
-    """
+    """The tensors of a quantized Linear."""
 
     format: str
     shape: tuple[int, int]
@@ -51,13 +45,7 @@ Expression = Callable[[Tensor, Weight], Tensor]
 
 
 class _Kernel(NamedTuple):
-    """A kernel for weights of one format and shape.
-
-    Attributes:
-        program: tinygrad's, to be called with a buffer for each role.
-        roles: names among `PARAMETERS`.
-        gradients: the ``grad_fxn`` of its calls.
-    """
+    """A kernel for weights of one format and shape."""
 
     program: UOp
     roles: Sequence[str]

@@ -302,12 +302,7 @@ def _on_host(kernel: Any, of: Operand, **fields: int) -> None:
 
 
 class _Launch(NamedTuple):
-    """A kernel's launch for weights of one form and shape.
-
-    Attributes:
-        places: where the addresses of an operand's parts stand among the parameters.
-        parameters: all parameters; addresses are 0.
-    """
+    """A kernel's launch for weights of one form and shape."""
 
     kernel: int
     blocks: int

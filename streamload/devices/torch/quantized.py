@@ -394,10 +394,7 @@ def _empty(own: Any, leaves: frozenset[str]) -> Any:
 
 
 def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Give quantized modules their original classes back, with dequantized weights.
-
-    ``dtype``: of the dequantized weights; None: their dtype before quantizing.
-    """
+    """Give quantized modules their original classes back, with dequantized weights."""
     made: dict[int, nn.Parameter] = {}  # by id of the quantized values, which modules may share
     for module in list(model.modules()):
         if not isinstance(module, Coded):

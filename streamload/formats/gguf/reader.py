@@ -224,10 +224,7 @@ def _of_set(
 
 
 def _others(path: Location, number: int, count: int) -> list[Location]:
-    """Return all files of a set of ``count``, by the name of file ``number``; [] for a single one.
-
-    Raise HeaderError if the name contradicts the numbers.
-    """
+    """Return all files of a set of ``count``, by the name of one; [] for a single file."""
     match = _MEMBER.fullmatch(path.name)
     if count <= 1:
         if match is not None and int(match["total"]) > 1:

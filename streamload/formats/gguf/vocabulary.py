@@ -72,10 +72,7 @@ def missing_byte(tokens: Container[str]) -> str | None:
 
 
 def from_gguf(path: Path, metadata: Document) -> dict[str, dict[str, Any]]:
-    """Return the files of a tokenizer for transformers, parsed JSON by name; {} for none.
-
-    Raise CheckpointError, which names ``path``, for a vocabulary that cannot be expressed.
-    """
+    """Return the files of a tokenizer for transformers, parsed JSON by name; {} for none."""
     read = _Reader(path, metadata)
     model = read.text("model")
     if model in ("no_vocab", "none"):

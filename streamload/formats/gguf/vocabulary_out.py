@@ -371,10 +371,7 @@ class _Vocabulary:
         return True
 
     def _check_splits(self, merges: Sequence[tuple[str, str]], made: Sequence[str]) -> None:
-        """Raise CheckpointError if merging by ``merges`` differs from merging by highest score.
-
-        ``made`` are the tokens that the merges make, in order and unique.
-        """
+        """Raise CheckpointError if merging by ``merges`` differs from merging by highest score."""
         there = set(merges)
         grouped = [left + right for left, right in merges]
         if sum(a != b for a, b in pairwise(grouped)) + bool(grouped) != len(made):

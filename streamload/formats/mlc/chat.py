@@ -50,10 +50,7 @@ _GENERATION = {
 def chat_config(
     model: Model, quantization: str, template: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the content of mlc-chat-config.json, as far as the source provides it.
-
-    ``quantization`` is MLC's name for all tensors, ``template`` what `conv_template` found.
-    """
+    """Return the content of mlc-chat-config.json, as far as the source provides it."""
     config = family_of(model).config(model)
     info = {}
     if _TOKENIZER in model.companions:

@@ -191,10 +191,7 @@ class Archive:
             raise HeaderError(self.file.path, problem, f"little: {again}", shown)
 
     def locate(self, name: str, tensor: Tensor) -> tuple[DType, int]:
-        """Return a tensor's dtype and the file byte of its first element.
-
-        Raise HeaderError if the tensor or its storage is not valid.
-        """
+        """Return a tensor's dtype and the file byte of its first element."""
         fail = partial(HeaderError, self.file.path, tensor=name)
         check_name(name, self.file.path)
         if tensor.problem or tensor.storage is None:

@@ -23,10 +23,7 @@ def check_length(file: File, nbytes: int, what: str) -> None:
 def unpickle(
     file: File, raw: bytes, what: str, at: int = 0, lookup: Lookup = named_or_foreign
 ) -> Loaded:
-    """Return the content of the pickle at byte ``at`` of ``raw``; nothing in it is run.
-
-    Raise HeaderError about ``what`` for an invalid pickle.
-    """
+    """Return the content of the pickle at byte ``at`` of ``raw``; nothing in it is run."""
     try:
         return load(raw, at, lookup)
     except PickleError as error:

@@ -210,10 +210,7 @@ def _name(file: File, entry: _Listed) -> str:
 
 
 def _placed(file: File, entry: _Listed, name: str, end: int) -> Entry:
-    """Return the file range of an entry's data; the next entry begins at byte ``end``.
-
-    Raise HeaderError if entries overlap or the entry's header contradicts the directory.
-    """
+    """Return the file range of an entry's data; the next entry begins at byte ``end``."""
     start = entry.at + _LOCAL.size + len(entry.name)  # of the extra fields
     descriptor = (24 if entry.large else 16) if entry.flags & _DESCRIPTOR else 0
     if isinstance(file.path, Url):
