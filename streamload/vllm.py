@@ -138,9 +138,6 @@ def _localize(args: EngineArgs) -> None:
     """Replace PATH by a folder with config.json and tokenizer, unless vLLM can read PATH itself.
 
     vLLM reads folders with config.json, and repositories of the hub.
-
-    Raises:
-        CheckpointError: PATH cannot be opened, or has no configuration.
     """
     given, extra = str(args.model), args.model_loader_extra_config
     if given in extra.get(_LOCATIONS, ()) or os.path.isfile(os.path.join(given, CONFIG)):

@@ -19,7 +19,9 @@ from dataclasses import replace
 from streamload.devices.host import HostDevice, HostFramework
 from streamload.devices.names import FrameworkRow
 
-ROW = FrameworkRow(name="acme", framework="acme.device:FRAMEWORK", tensors=("acme.Chip",), spelling="chip")
+ROW = FrameworkRow(
+    name="acme", framework="acme.device:FRAMEWORK", tensors=("acme.Chip",), spelling="chip"
+)
 
 class Chip(HostDevice):
     name = "chip"
