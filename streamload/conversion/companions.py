@@ -46,6 +46,8 @@ _OF_A_MODEL = re.compile(
     r"added_tokens\.json|vocab.*|merges\.txt|chat_template.*|(pre)?processor_config\.json|"
     r"(.*\.)?spiece\.model"
 )
+#: Follows the name of a file that is not copied.
+NO_PART = "(weights that are no part of this checkpoint)"
 _CACHED = re.compile(r"(models|datasets|spaces)--")  # folders of the Hugging Face cache
 #: Names to request from a server that does not list its files.
 _USUAL = (
@@ -133,7 +135,7 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
         left.append("what the Hugging Face cache lacks (the Hub was not asked)")
     modules = _module_folders(folder) if MODULES in names else frozenset()
     others = _unlisted(checkpoint, names) if owns else []
-    left += [f"{name} (weights that are no part of this checkpoint)" for name in others]
+    left += [f"{name} {NO_PART}" for name in others]
     for name in names:
         if not _belongs(name, owns=owns):
             continue

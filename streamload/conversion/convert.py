@@ -285,7 +285,7 @@ def convert(
                 written=written,
             )
         is_whole = not (nodes or options.selection.select or options.selection.exclude)
-        opens = is_whole and options.verdict is not None
+        opens = is_whole and (options.verdict is not None or options.asks_to_open(checkpoint))
         job = _Conversion(checkpoint, plan, way, judging if opens else None)
         if dry_run:
             job.check(resume=resume, overwrite=overwrite)
@@ -524,13 +524,16 @@ class _Conversion:
 
     def _check_opens(self) -> None:
         """Raise CheckpointError if transformers opened the source and cannot open the output."""
-        out, source = self.destination.out, Path(self._plan.path)
+        out, quantizes = self.destination.out, self._plan.verdict is not None
+        source = Path(self._plan.path) if quantizes else None
         why = self._judging.why_not_opened(out, source) if self._judging else ""
         if why:
             raise CheckpointError(
                 self._plan.destination,
                 "what was written is not opened again, and is not published: " + why,
-                "weights that modules of the model can hold quantised: quant= takes patterns",
+                "weights that modules of the model can hold quantised: quant= takes patterns"
+                if quantizes
+                else "the config.json of these tensors",
             )
 
     def _write_sidecar(self, folder: str, journal: Journal) -> None:

@@ -104,7 +104,7 @@ def asked_of_models(
     Raises:
         ValueError: modules can hold none of these weights.
     """
-    if not _is_here(checkpoint):
+    if not is_here(checkpoint):
         return None
     fill, _, _ = sources(checkpoint, None, None)
     found = policy.formats(checkpoint, wants_of(checkpoint, fill))
@@ -152,13 +152,14 @@ class Judging:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def why_not_opened(self, folder: Path, source: Path) -> str:
+    def why_not_opened(self, folder: Path, source: Path | None) -> str:
         """Return why `from_pretrained` cannot open a folder, or run its model; "" if it can.
 
-        "" also if it cannot be asked, or if the model of ``source`` does not run, either.
+        "" also if it cannot be asked, or if the model of ``source`` does not run, either; with None
+        the model is not run.
         """
         why = self._why("why_not_opened", folder)
-        if why or not (why := self._why("why_not_run", folder)):
+        if why or source is None or not (why := self._why("why_not_run", folder)):
             return why
         return "" if self._why("why_not_run", source) else why
 
@@ -235,7 +236,7 @@ def _wait(pipe: IO[bytes], event: int) -> None:
             raise TimeoutError(f"no answer in {_TIMEOUT_S:g} s")
 
 
-def _is_here(checkpoint: Checkpoint) -> bool:
+def is_here(checkpoint: Checkpoint) -> bool:
     """Whether there is a model to ask: a class in a local config.json, and transformers."""
     return (
         isinstance(checkpoint.path, Path)

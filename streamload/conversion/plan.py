@@ -26,6 +26,7 @@ from streamload.codecs.stored import check_cast, kept_dtype, together
 from streamload.codecs.weights import Packed
 from streamload.conversion.companions import (
     CONFIG,
+    NO_PART,
     NODE_PLAN,
     SmallFile,
     content_of,
@@ -35,7 +36,7 @@ from streamload.conversion.companions import (
     main_dtype,
 )
 from streamload.conversion.disk import file_digest
-from streamload.conversion.openable import Judging, Verdict, asked_of_models
+from streamload.conversion.openable import Judging, Verdict, asked_of_models, is_here
 from streamload.conversion.quantize import all_entries, described, kept_back, wanted_of
 from streamload.conversion.rename import check_rename, rules_of
 from streamload.conversion.runtimes import config_for, dtype_for
@@ -46,6 +47,7 @@ from streamload.core.units import format_bytes, format_table, parse_bytes, round
 from streamload.errors import CheckpointError, UnsupportedCastError, printed
 from streamload.files.header import SAFETENSORS, is_text
 from streamload.files.local import ResolvedKind
+from streamload.formats.gguf.architectures import of_model
 from streamload.formats.gguf.sizes import check_config
 from streamload.formats.imatrix import Importance, read_imatrix
 from streamload.formats.safetensors import parse_header
@@ -175,6 +177,11 @@ class ConvertOptions:
             return self
         quant, notes = self.quant.leaving(verdict.kinds), (*self.notes, *verdict.notes)
         return replace(self, quant=quant, notes=notes, verdict=verdict)
+
+    def asks_to_open(self, checkpoint: Checkpoint) -> bool:
+        """Whether transformers is asked to open the output: `check_config` knows no such model."""
+        is_plain = self.writer.name == SAFETENSORS and self.rename is None
+        return is_plain and of_model(checkpoint.config) is None and is_here(checkpoint)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values; a callable ``rename`` becomes a fixed text."""
@@ -416,6 +423,7 @@ def plan_conversion(
         notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options, said)
     else:
         beside = {name: file for name, file in beside.items() if name in writer.copied}
+        notes += _not_copied([name for name in left if name.endswith(NO_PART)])
     parts, node_plans = _parts(chosen, options, lists)
     files: list[OutFile] = []
     small: list[SmallFile] = []
@@ -487,10 +495,7 @@ def _follow(
     ``made``: output tensors by source tensor; ``left``: names of files that are not copied;
     ``settled``: keys of config.json that tensors contradict. Returns sentences for users.
     """
-    notes = []
-    if left:
-        more = f" and {len(left) - 8} more" * (len(left) > 8)
-        notes.append(f"not copied: {', '.join(left[:8])}{more}")
+    notes = _not_copied(left)
     if checkpoint.groups and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
         still = ", ".join(list(checkpoint.groups)[:8])
         notes.append(f"config.json still says how weights are quantised, for some are: {still}")
@@ -508,6 +513,12 @@ def _follow(
         mode = beside[CONFIG].mode if CONFIG in beside else None
         beside[CONFIG] = document(CONFIG, config, mode)
     return notes
+
+
+def _not_copied(left: Sequence[str]) -> list[str]:
+    """Return a sentence for users about files that are not copied, if there are any."""
+    more = f" and {len(left) - 8} more" * (len(left) > 8)
+    return [f"not copied: {', '.join(left[:8])}{more}"] if left else []
 
 
 # --- which tensors, as what -----------------------------------------------------------------------

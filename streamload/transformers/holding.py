@@ -5,7 +5,8 @@ Models are built on the meta device; only headers and ``config.json`` are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.core.dtypes import F32, parse_dtype
 from streamload.core.tensors import whole
 from streamload.devices.names import framework
-from streamload.errors import StreamloadError
+from streamload.errors import StateDictMismatchError, StreamloadError
 from streamload.loading.place import open_devices
 from streamload.loading.prepare import Options
 from streamload.transformers.configuration import Wanted, configuration_of, first_line, on_meta
@@ -29,6 +30,7 @@ from streamload.transformers.quantizers.coded import CodedCheckpoint
 from streamload.transformers.quantizers.stored import method_of, missing, stated_in
 from streamload.transformers.saving import left_by_theirs, own_config, would_be_floats
 
+_LAYER = re.compile(r"(.*?)\.(\d+)\.(.*)")
 _SMALL_NBYTES = 2**26  # loaded and run at once
 
 
@@ -93,20 +95,55 @@ def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) 
 def why_not_opened(folder: Path) -> str:
     """Return why `from_pretrained` does not open a checkpoint; "" if it does.
 
-    "" also if opening needs a package that is not installed, or another machine.
+    "" also if opening needs a package that is not installed, or another machine. A checkpoint
+    without quantized weights may lack tensors, and have more, but no layers and shapes of another
+    model than that of its config.json.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint, said = open_checkpoint(folder), None
     try:
         config = configuration_of(checkpoint, Wanted())
         said, stated = stated_in(config)
-        ours = said is not None and CodedCheckpoint.of(checkpoint, config) is not None
-        if said is None or (missing(method_of(stated)) and not ours):
+        if said is None:
+            return _other_model(checkpoint, config)
+        ours = CodedCheckpoint.of(checkpoint, config) is not None
+        if missing(method_of(stated)) and not ours:
             return ""
         devices = open_devices("cpu", framework("torch"), {})
         Prepared.of(checkpoint, str(folder), Wanted(), devices, None, Options.read())
     except StreamloadError as error:
-        return "" if "does not run on" in str(error) else first_line(error)
+        return "" if said is None or "does not run on" in str(error) else first_line(error)
     return ""
+
+
+def _other_model(checkpoint: Checkpoint, config: Any) -> str:
+    """Return why a checkpoint is of another model than ``config``: shapes, or whole layers."""
+    try:
+        names = Names.of(on_meta(checkpoint, config, Wanted(), F32), checkpoint)
+    except Exception:  # any, from transformers or a model's own code
+        return ""
+    try:
+        names.check(Options.read())
+    except StateDictMismatchError as error:
+        filled, stored = _layers(names.fill), _layers(checkpoint.tensors)
+        more = _layers(error.unexpected)
+        whole = {layer for layer, inner in more.items() if inner == stored.get(layer)}
+        alike = [inner for layer, inner in stored.items() if layer not in whole]
+        stacks = {stack for stack, _ in filled}
+        is_other = (
+            error.wrong_shape
+            or any(s in stacks and (s, n) not in filled for s, n in _layers(error.missing))
+            or any(stored[layer] in alike for layer in whole)  # else it predicts more tokens
+        )
+        return first_line(error) if is_other else ""
+    return ""
+
+
+def _layers(names: Iterable[str]) -> dict[tuple[str, str], set[str]]:
+    """Return names within layers, by the name of their list and their number."""
+    out: dict[tuple[str, str], set[str]] = {}
+    for found in filter(None, map(_LAYER.fullmatch, names)):
+        out.setdefault((found[1], found[2]), set()).add(found[3])
+    return out
 
 
 def why_not_run(folder: Path) -> str:

@@ -156,6 +156,16 @@ def test_what_is_no_other_model_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_weights_that_no_index_lists_are_named(tmp_path: Path, target: str) -> None:
+    """They are not converted, such as a shard of layers that predict more tokens."""
+    source = make(tmp_path / "in")
+    write_safetensors(source / "mtp.safetensors", {"mtp.weight": ("F32", (1,), bytes(4))})
+    report = quiet(source, tmp_path / "out", **TARGETS[target])
+    (note,) = (note for note in report.plan.notes if "mtp.safetensors" in note)
+    assert "no part of this checkpoint" in note
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_vocabulary_has_the_embeddings_rows(tmp_path: Path, target: str) -> None:
     """Whatever config.json has: the result is opened by what it says."""
     source = make(tmp_path / "in", vocab_size=7)

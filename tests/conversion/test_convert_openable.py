@@ -101,12 +101,53 @@ def test_what_would_not_be_opened_is_not_published(
     """It is opened once on the meta device before anything gets its name."""
     falcon(tmp_path / "in")
     names = ["transformer.h.0.mlp.dense_4h_to_h.weight"]
-    said = {"quant_method": "streamload", "formats": {"q8_0": names}}
+    said = {"quant_method": "streamload", "formats": {"q4_0": names}}  # q8_0 is written
     verdict = Verdict(said=said, known=True)
     monkeypatch.setattr(planning, "asked_of_models", lambda *_: verdict)
-    with pytest.raises(CheckpointError, match=r"is not published: .*FalconLinear"):
+    with pytest.raises(CheckpointError, match=r"is not published: .*dense_4h_to_h"):
         convert(tmp_path / "in", tmp_path / "out", quant={names[0]: "q8_0"})
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".streamload"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hidden_size": 128}, r"of another shape .*expected \["),
+        ({"num_local_experts": 8}, r"of another shape .*gate\.weight: expected \[8"),
+        ({"num_hidden_layers": 3}, r"missing from the checkpoint \(model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"unexpected in the checkpoint \(model\.layers\.1\."),
+    ],
+)
+def test_another_config_json_is_not_published(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    """Of a model that is not written as GGUF: transformers opens what a plain conversion wrote."""
+    make(tmp_path / "in", "Mixtral")
+    convert(tmp_path / "in", tmp_path / "plain", dtype="float32")
+    stated = json.loads((tmp_path / "in/config.json").read_text()) | config
+    (tmp_path / "in/config.json").write_text(json.dumps(stated))
+    with pytest.raises(
+        CheckpointError, match=rf"not published: .*{said}.*the config\.json of these"
+    ):
+        convert(tmp_path / "in", tmp_path / "out", dtype="float32")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".streamload"]
+    convert(tmp_path / "in", tmp_path / "part", dtype="float32", exclude="*.norm.*")
+
+
+def test_layers_that_predict_more_tokens_stay(tmp_path: Path) -> None:
+    """They are not those of the model, which has no place for them."""
+    torch.manual_seed(0)
+    config = transformers.Glm4Config(**FALCON, head_dim=32, pad_token_id=0, num_key_value_heads=1)
+    model = transformers.Glm4ForCausalLM(config)
+    state = dict(model.state_dict())
+    state |= {
+        n.replace("layers.0", "layers.1"): t.clone() for n, t in state.items() if "layers.0" in n
+    }
+    state["model.layers.1.enorm.weight"] = torch.ones(64)
+    count = len(state)  # saving empties it
+    model.save_pretrained(tmp_path / "in", state_dict=state)
+    report = convert(tmp_path / "in", tmp_path / "out", dtype="float16")
+    assert report.plan.tensor_count == count
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_0", "q5_0", "q5_1"])
