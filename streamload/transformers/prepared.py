@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -78,6 +79,10 @@ class Prepared:
         if all_dequantized(checkpoint):
             for key in CONFIG_KEYS:
                 config.__dict__.pop(key, None)
+        elif stored.config.get("model_type") not in (None, config.model_type):
+            for key in CONFIG_KEYS:  # of a whole, for one of its parts
+                if key in stored.config and getattr(config, key, None) is None:
+                    setattr(config, key, copy.deepcopy(stored.config[key]))
         if wanted.config is not None or wanted.changes:  # the size of the KV cache depends on it
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name

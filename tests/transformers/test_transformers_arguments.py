@@ -32,6 +32,7 @@ from transformers_helpers import (  # noqa: E402
     MODELS,
     assert_same,
     assert_same_bits,
+    assert_same_bits,
     load,
     new_model,
     raw,
@@ -316,6 +317,28 @@ def test_a_part_of_a_multimodal_model(tmp_path: Path, family: str) -> None:
         with pytest.warns(UserWarning, match=r"not in the model, and ignored \(.*layers\.1\."):
             part = load(tmp_path, model_class=getattr(transformers, parts[0]), **fewer)
         assert part.config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize("quant", ["q8_0", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["Gemma3", "Llava"])
+def test_a_part_of_a_quantised_model(tmp_path: Path, family: str, quant: str) -> None:
+    """It has the whole model's quantised weights, under its own names, and is saved with them."""
+    class_name, settings, parts = MULTIMODAL[family]
+    torch.manual_seed(1)
+    text = {"text_config": {**settings["text_config"], "intermediate_size": 64}}
+    config = getattr(transformers, f"{family}Config")(**settings | text)
+    getattr(transformers, class_name)(config).save_pretrained(tmp_path / "in")
+    streamload.convert(tmp_path / "in", tmp_path / "q", quant=quant, progress=False)
+    whole = load(tmp_path / "q")
+    ids = torch.arange(6)[None]
+    for name in parts:
+        part = load(tmp_path / "q", model_class=getattr(transformers, name))
+        assert part.is_quantized
+        part.save_pretrained(tmp_path / name)
+        assert_same_bits(load(tmp_path / name), part)
+        if name.endswith("ForCausalLM"):
+            with torch.no_grad():
+                assert torch.equal(part(ids).logits, whole(ids).logits)
 
 
 def test_a_class_for_another_configuration_is_refused(tmp_path: Path) -> None:

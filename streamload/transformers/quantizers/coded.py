@@ -78,7 +78,13 @@ class CodedCheckpoint(QuantizedCheckpoint):
 
         Blocks of parameters that modules need as floats, such as embeddings, are dequantized.
         """
-        self.put(model, renames())
+        named = renames()
+        self.formats = {
+            tensor: format
+            for tensor, format in self.formats.items()
+            if named(tensor)[0] in named.state or not named.is_elsewhere(tensor)
+        }
+        self.put(model, named)
 
     def put(self, model: Any, named: Callable[[str], tuple[str, Any]]) -> None:
         """Do so by the names in the model that ``named`` returns, first of a pair, for tensors."""

@@ -45,6 +45,8 @@ _NEEDED: Mapping[str, Mapping[str, str]] = {
     "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
     "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
 }
+#: Attributes of configurations that list modules of floats.
+_SKIPS = ("llm_int8_skip_modules", "modules_to_not_convert")
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -71,19 +73,20 @@ def _set_aside(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         model.set_submodule(name, module)
 
 
-def _tied_linears(model: Any, quantized: Callable[[], Set[str]]) -> dict[str, nn.Module]:
-    """Return the Linears that share their weight, by name, if it is not among the `quantized`.
+def _floats(model: Any, is_part: bool, quantized: Callable[[], Set[str]]) -> dict[str, nn.Module]:
+    """Return the Linears, by name, whose weights are not `quantized`, though nothing says so.
 
-    A ``quantization_config`` need not name these, for no tensor is theirs.
+    A ``quantization_config`` need not name those that share a weight, for no tensor is theirs; that
+    of a multimodal model has other names than its parts.
     """
     held = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    tied = {n: m for n, m in model.named_modules() if held[id(getattr(m, "weight", None))] > 1}
-    stored = quantized() if tied else ()
-    return {
+    found = {
         name: module
-        for name, module in tied.items()
-        if isinstance(module, nn.Linear) and f"{name}.weight" not in stored
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (is_part or held[id(module.weight)] > 1)
     }
+    stored = quantized() if found else ()
+    return {n: module for n, module in found.items() if f"{n}.weight" not in stored}
 
 
 @dataclass(slots=True)
@@ -167,13 +170,18 @@ class QuantizedCheckpoint(Quantization):
         def stored(named: Renames) -> Set[str]:
             return {named(group.name)[0] for group in self.checkpoint.groups.values()}
 
-        tied = _tied_linears(model, lambda: stored(renames(of_quantizer=False)))
+        whole = self.checkpoint.config.get("model_type")
+        is_part = whole not in (None, model.config.model_type)
+        floats = _floats(model, is_part, lambda: stored(renames(of_quantizer=False)))
+        for key in _SKIPS if is_part else ():
+            if hasattr(config, key):
+                setattr(config, key, list(floats))
         try:
             if self.method in ("fp8", "mxfp4"):  # asks for a GPU, or dequantises
                 config.dequantize = self.method == "mxfp4"
             else:
                 self.quantizer.validate_environment(device_map=device_map, weights_only=True)
-            with torch.device("meta"), _set_aside(model, tied):
+            with torch.device("meta"), _set_aside(model, floats):
                 self.quantizer.preprocess_model(
                     model=model,
                     dtype=model.dtype,
