@@ -340,6 +340,8 @@ def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
         )
     rules = {key: _pairs_of(options.get(key)) for key in ("dtype", "quant", "rename")}
     lists = {key: options.get(key) or () for key in ("select", "exclude")}
+    if not is_gguf:  # blocks whose dtype no rule decides become float16
+        rules["dtype"] += [(name, "float16") for name in mine if name in first.tensors]
     out: dict[str, Any] = {key: dict(found) for key, found in rules.items() if found}
     out |= {key: list(found) for key, found in lists.items() if found}
     out["out_of_range"] = options.get("out_of_range", "inf")

@@ -738,6 +738,18 @@ def test_a_conversion_says_how_it_was_made(
     assert "1 tensor different" in err, said
 
 
+@pytest.mark.parametrize("to", ["safetensors", "irpa"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_blocks_that_became_floats_by_default(
+    here: Command, tmp_path: Path, family: str, to: str
+) -> None:
+    """Conversions of a quantized GGUF file, of which no ``dtype=`` is stated for some weights."""
+    blocks, out = tmp_path / "blocks", tmp_path / "out"
+    quiet(write_model(tmp_path / "in", family), blocks, to="gguf", quant="q8_0")
+    quiet(blocks, out, to=to, dtype={"*.0.*": "bfloat16"})
+    assert here("verify", blocks, out)[0].startswith("equal: ")
+
+
 def test_what_a_comparison_does_not_compute(here: Command, tmp_path: Path) -> None:
     """It is refused with the command that checks the digests."""
     source, out = write_model(tmp_path / "in", "llama"), tmp_path / "out"
