@@ -32,7 +32,6 @@ from transformers_helpers import (  # noqa: E402
     MODELS,
     assert_same,
     assert_same_bits,
-    assert_same_bits,
     load,
     new_model,
     raw,
