@@ -255,8 +255,17 @@ class Shards:
             with self._lock:  # for one file: others may want to open one
                 reader = self._open.get(shard)
                 if reader is not None:
-                    with reader.unchanged():
-                        pass
+                    try:
+                        with reader.unchanged():
+                            pass
+                    except CheckpointError as error:
+                        raise error.of_tensor(self._at_fault(shard, error)) from error
+
+    def _at_fault(self, shard: Location, error: CheckpointError) -> str | None:
+        """Return the first tensor that ends beyond the file's end (``error.found``), or at all."""
+        end = error.found if isinstance(error.found, int) else 0
+        tensors = self._headers[shard].tensors
+        return next((info.name for info in tensors if info.stop > end), None)
 
     def stop(self) -> None:
         """Make all calls that wait for a server raise soon; any thread may call this."""

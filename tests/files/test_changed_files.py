@@ -24,6 +24,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import RowRange, open_checkpoint
+from streamload.checkpoint.shards import Shards
 from streamload.conversion import convert, writing
 from streamload.conversion.memory import Way
 from streamload.core import progress
@@ -571,3 +572,15 @@ def test_a_thousand_truncations_under_windows(path: Path) -> None:
         child.kill()
         child.wait()
     assert ended and windows, (ended, windows)
+
+
+def test_a_check_between_reads_names_the_tensor_that_is_cut(path: Path) -> None:
+    """A thread without work looks at open files: its error names a tensor, as those of reads."""
+    checkpoint = open_checkpoint(path)
+    with Shards(checkpoint.shards, lambda shard: "pread") as shards:
+        with open(path, "r+b") as file:  # so without a lease
+            shards.reader(path)
+            file.truncate(checkpoint.tensors["t05"].stop - 1)
+        with pytest.raises(TruncatedFileError) as caught:
+            shards.check()
+    assert caught.value.tensor == "t05"
