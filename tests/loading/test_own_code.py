@@ -87,6 +87,18 @@ class Ignores(nn.Linear):
         return
 
 
+class Extra(nn.Linear):
+    """It has a state that is no parameter."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.scale])
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = float(state[0])
+
+
 class Adds(nn.Linear):
     """Its override makes what older files lack."""
 
@@ -128,6 +140,8 @@ def linear(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
     state = dict(nn.Sequential(nn.Linear(4, 4)).state_dict())
     if kind is Adds:
         del state["0.bias"]
+    if kind is Extra:
+        state["0._extra_state"] = torch.tensor([3.0])
     return nn.Sequential(kind(4, 4)), state  # type: ignore[call-arg]
 
 
@@ -152,6 +166,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] =
         r"the model \(Writes\): the pre-hook Writes._before.*copy_",
     ),
     "marks": (lambda: linear(Marks), r"0 \(Marks\).*sets attributes"),
+    "extra": (lambda: linear(Extra), r"0 \(Extra\): Extra\.set_extra_state.*it takes 0\._extra_st"),
     "ignores": (lambda: linear(Ignores), r"0 \(Ignores\).*does not call nn.Module's own"),
     "adds": (lambda: linear(Adds), r"0 \(Adds\).*adds 0.bias"),
 }

@@ -23,6 +23,7 @@ _FACTS = frozenset(
         *("is_contiguous", "is_floating_point", "numel", "size", "stride"),
     )
 )
+_EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class _ReadError(Exception):
@@ -94,6 +95,8 @@ def changed_names(
         if _has_code(module):
             given = dict(local)
             try:
+                if _takes_extra(module) and (extra := f"{prefix}{_EXTRA}") in local:
+                    raise _ReadError(f"it takes {extra}")
                 local = _run(module, given, prefix, dict(versions.get(prefix[:-1], {})))
                 _check(local, given, before, prefix)
             except Exception as error:
@@ -173,7 +176,13 @@ def _check(
 
 def _has_code(module: nn.Module) -> bool:
     """Whether loading a state dict into a module, apart from its children, runs code of its own."""
-    return _overrides(module) or bool(module._load_state_dict_pre_hooks)
+    hooks = module._load_state_dict_pre_hooks
+    return bool(hooks) or _overrides(module) or _takes_extra(module)
+
+
+def _takes_extra(module: nn.Module) -> bool:
+    """Whether a module sets a state of its own, which a file may have."""
+    return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _overrides(module: nn.Module) -> bool:
@@ -201,6 +210,8 @@ def _code_of(module: nn.Module) -> str:
     """Return what changes a module's state dict, by name."""
     if _overrides(module):
         return f"{type(module).__qualname__}._load_from_state_dict"
+    if not module._load_state_dict_pre_hooks:
+        return f"{type(module).__qualname__}.set_extra_state"
     hooks = (getattr(h, "hook", h) for h in module._load_state_dict_pre_hooks.values())
     names = (getattr(each, "__qualname__", type(each).__qualname__) for each in hooks)
     return f"the pre-hook {', '.join(names)}"
