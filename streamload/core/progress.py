@@ -84,14 +84,14 @@ def _notebook_bar(done: int, total_nbytes: int, said: str) -> dict[str, str]:
 def _limited(
     tell: Callable[[int], None], every_s: float, total_nbytes: int
 ) -> Callable[[int], None]:
-    """Return a function that calls ``tell`` at most once in ``every_s``, and at the end."""
-    last = time.monotonic() - (every_s if every_s < 1 else 0)
+    """Return a function that calls ``tell`` at most once in ``every_s``, and once at the end."""
+    last, told = time.monotonic() - (every_s if every_s < 1 else 0), -1
 
     def update(done: int) -> None:
-        nonlocal last
+        nonlocal last, told
         now = time.monotonic()
-        if now - last >= every_s or done == total_nbytes:
-            last = now
+        if now - last >= every_s or done == total_nbytes != told:
+            last, told = now, done
             tell(done)
 
     return update

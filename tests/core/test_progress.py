@@ -69,6 +69,7 @@ def test_elsewhere_a_line_every_ten_seconds(
             for second in range(1, 41):
                 clock.now += 1
                 tell(100_000_000 * second)
+            tell(4_000_000_000)  # as some do after their last part
         with reporting("auto", 10) as tell:
             clock.now += 3
             tell(10)
