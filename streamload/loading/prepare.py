@@ -63,7 +63,13 @@ from streamload.planning.quant_policy import (
     quantised,
     said_of_dense,
 )
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
+from streamload.planning.requests import (
+    DeviceSpec,
+    DTypePolicy,
+    TensorRequest,
+    TensorRequests,
+    kept_free,
+)
 from streamload.planning.sources import Found, Source
 from streamload.planning.stored_blocks import keep_blocks
 from streamload.planning.transforms import NO_CHANGES, Changes
@@ -144,13 +150,12 @@ class Options:
         """Return the devices with `cast` and `reserve` applied to their abilities and budgets."""
         specs = list(specs)
         casts, reserved = self.cast in ("auto", "device"), self.reserve_nbytes
-        less = f" less {format_bytes(reserved)} kept free" if reserved else ""
         sharing = sum(spec.info.shared_memory for spec in specs)
         return [
             replace(
                 spec,
                 budget_nbytes=max(spec.budget_nbytes - reserved, 0),
-                limit=spec.limit + less,
+                limit=spec.limit + kept_free(reserved),
                 free_nbytes=_less(spec.free_nbytes, reserved),
                 host_free_nbytes=_less(spec.host_free_nbytes, reserved * sharing),
                 casts=spec.casts and casts,

@@ -181,7 +181,7 @@ class Problem:
         if spec.free_nbytes is not None:
             taken = self._load_nbytes if spec.info.shared_memory else 0
             free = spec.free_nbytes + self.held_nbytes - taken
-            room, limited_by = min((room, limited_by), (free, "free memory"))
+            room, limited_by = min((room, limited_by), (free, spec.free_limit))
         room -= rest
         chunks = [options.chunk_nbytes] if options.chunk_nbytes else _CHUNKS
         # unaligned direct reads take memory

@@ -14,7 +14,7 @@ from streamload.planning.fit import DeviceShare, least_read_nbytes
 from streamload.planning.partition import Item, smallest_count
 from streamload.planning.placement import Placement
 from streamload.planning.plan import DevicePlan, Plan
-from streamload.planning.requests import DeviceSpec
+from streamload.planning.requests import DeviceSpec, kept_free
 
 
 def check(
@@ -29,6 +29,7 @@ def check(
     for mine, share in zip(plan.devices, shares, strict=True):
         _check_device(plan, mine, share, specs, cache)
     sharing = [d for d in plan.devices if d.shared_memory and d.host_needed_nbytes]
+    reserved = sum(each.reserve_nbytes for each in specs.values() if each.info.shared_memory)
     # memory that no cgroup is charged leaves the cgroup's rest to the others
     for some in ([d for d in sharing if d.charged], sharing):
         known = [specs[d.device].host_free_nbytes for d in some]
@@ -43,7 +44,7 @@ def check(
             ", ".join(d.device for d in some),
             needed,
             free,
-            limit="free memory that they share",
+            limit="free memory" + " that they share" * (len(some) > 1) + kept_free(reserved),
             largest=sorted(largest, key=lambda x: (-x[1], x[0])),
         )
     if plan.host_nbytes > plan.host_budget_nbytes:
@@ -71,11 +72,11 @@ def _check_device(
     limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
     new = mine.host_needed_nbytes if spec.info.shared_memory else mine.fresh_needed_nbytes
     if spec.free_nbytes is not None and new > spec.free_nbytes and needed <= available:
-        limit, available, needed = "free memory", spec.free_nbytes, new
+        limit, available, needed = spec.free_limit, spec.free_nbytes, new
     if needed <= available:
         return
     largest = [("the KV cache", mine.cache_nbytes)] if mine.cache_nbytes else []
-    if limit == "free memory":
+    if limit == spec.free_limit:
         other = mine.object_nbytes + mine.kernel_nbytes
         largest += [(f"what {len(placements)} tensors take beside their bytes", other)]
     named = zip(placements.names, (kind.nbytes for kind in placements.kinds), strict=True)
@@ -87,7 +88,7 @@ def _check_device(
         limit=limit,
         largest=sorted([*largest, *parameters], key=lambda x: -x[1]),
         would_fit=[*_suggestions(plan, mine, share, specs, cache, needed, available)],
-        reason=_why_new(mine) if limit == "free memory" else "",
+        reason=_why_new(mine) if limit == spec.free_limit else "",
     )
 
 

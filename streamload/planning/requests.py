@@ -13,10 +13,15 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.stored import kept_dtype
 from streamload.core.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, all_rows
-from streamload.core.units import round_up
+from streamload.core.units import format_bytes, round_up
 from streamload.devices.allocators import NO_OBJECTS, ObjectCosts, taken
 from streamload.devices.base import DeviceInfo
 from streamload.planning.table import Table
+
+
+def kept_free(nbytes: int) -> str:
+    """Return what follows the name of a limit that is less by ``nbytes``."""
+    return f" less {format_bytes(nbytes)} kept free" if nbytes else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,11 @@ class DeviceSpec:
     def name(self) -> str:
         """Canonical name of the device."""
         return self.info.name
+
+    @property
+    def free_limit(self) -> str:
+        """The source of ``free_nbytes``, for messages."""
+        return "free memory" + kept_free(self.reserve_nbytes)
 
     def within(self, host_nbytes: int | None) -> DeviceSpec:
         """Return the device with at most so much free memory, less the reserve, of its host."""

@@ -790,12 +790,14 @@ def test_deterministic_mode_fills_nothing(tmp_path: Path) -> None:
 
 
 def test_bytes_kept_in_reserve(tmp_path: Path) -> None:
-    """They are taken off the budget: what then does not fit is refused, and says so."""
+    """They are taken off the budget and free memory: a refusal says so."""
     path = save(nn.Linear(500, 500), tmp_path / "m")
     with torch.device("meta"):
         module = nn.Linear(500, 500)
     with pytest.raises(PlanInfeasibleError, match="kept free"):
         load(module, path, device="cpu", budget="2MB", reserve="1MB")
+    with pytest.raises(PlanInfeasibleError, match="the free memory less 100 TB kept free is 0"):
+        load(module, path, device="cpu", budget="101TB", reserve="100TB")
     assert load(module, path, device="cpu", budget="3MB", reserve="1MB").plan.devices[0]
     with pytest.raises(PlanInfeasibleError):
         streamload.plan(path, budget="2MB", device="torch:cpu", dtype="float32", reserve="1MB")
