@@ -474,6 +474,19 @@ class Swap:
 NO_SWAP = Swap({}, lambda: nothing)
 
 
+class Seen(NamedTuple):
+    """A tensor of a checkpoint, as code of a model may see it before a load.
+
+    Attributes:
+        dtype: its long name.
+        read: reads the bytes; called for tensors of one element alone.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], bytes]
+
+
 class Framework(Protocol):
     """A framework (numpy, torch, tinygrad): its tensors and devices.
 
@@ -498,14 +511,14 @@ class Framework(Protocol):
     def changed_names(
         self,
         model: Any,
-        tensors: Callable[[], Mapping[str, tuple[str, tuple[int, ...]]]],
+        tensors: Callable[[], Mapping[str, Seen]],
         versions: Mapping[str, Mapping[str, Any]],
     ) -> tuple[Mapping[str, str], Sequence[str]] | None:
         """Follow the code with which a model's modules change what they load.
 
-        ``tensors`` returns the dtype's long name and the shape of each tensor; ``versions`` are
-        facts that modules stored. Returns by each name that remains, the name before, and reasons
-        why code cannot be followed; None if the model has no such code.
+        ``tensors`` describes each tensor; ``versions`` are facts that modules stored. Returns by
+        each name that remains, the name before, and reasons why code cannot be followed; None if
+        the model has no such code.
         """
         return None
 

@@ -12,13 +12,14 @@ from typing import Any, Unpack
 from streamload.checkpoint.fetch import choose_fetch, coming, on_disk
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
-from streamload.codecs.weights import Packed
+from streamload.codecs.weights import Packed, read_whole
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.location import Url
 from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns
 from streamload.core.progress import Progress, reporting
-from streamload.devices.base import DeviceInfo
+from streamload.core.tensors import TensorInfo
+from streamload.devices.base import DeviceInfo, Seen
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
     Fit,
@@ -377,23 +378,24 @@ def as_model_reads(
     `explicit` are the parameters whose sources the user names: no code sees these.
     """
 
-    def seen() -> dict[str, tuple[str, tuple[int, ...]]]:
+    def read(info: TensorInfo) -> bytes:
+        return next(read_whole(checkpoint.shards, [info]))
+
+    def seen() -> dict[str, Seen]:
         return {
-            name: (
-                checkpoint.tensors[source.rows[0].tensor].dtype.name,
-                shape_of(checkpoint, source),
-            )
+            name: Seen(info.dtype.name, shape_of(checkpoint, source), partial(read, info))
             for name, source in fill.items()
             if name not in explicit
+            for info in [checkpoint.tensors[source.rows[0].tensor]]
         }
 
     owner = framework(framework_of(model) or default_framework())
-    read = (
+    changed = (
         owner.changed_names(model, seen, checkpoint.versions) if len(explicit) < len(fill) else None
     )
-    if read is None:
+    if changed is None:
         return fill
-    names, problems = read
+    names, problems = changed
     if problems:
         call = f"streamload.load_state_dict(None, {str(checkpoint.path)!r}, device='cpu')"
         last = f"{problems[-1]}; write model.load_state_dict({call}.state_dict)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,23 @@ def test_weights_of_bitsandbytes_are_not_copied(tmp_path: Path) -> None:
     assert module.weight.quant_state.shape == (128, 64)
     report = model.streamload_report
     assert report.resident_nbytes < 1.05 * open_checkpoint(tmp_path).nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("computes", [False, True])
+def test_int8_is_loaded_once_more(tmp_path: Path, computes: bool) -> None:
+    """In place, with another checkpoint's values and scales, also after the model has computed."""
+    needs_library("bitsandbytes")
+    MADE["int8"][1](tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    tensors = st.load_file(tmp_path / "b" / "model.safetensors")
+    changed = {n: t.flip(0) if t.dim() else t for n, t in tensors.items()}
+    st.save_file(changed, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    model, expected = load(tmp_path / "a"), logits(load(tmp_path / "b"))
+    before = logits(model) if computes else None
+    streamload.load_state_dict(model, tmp_path / "b", progress=False)
+    assert torch.equal(logits(model), expected)
+    assert before is None or not torch.equal(before, expected)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from streamload.core.computed import is_computed
+from streamload.devices.base import Seen
 from streamload.devices.torch.tensors import TO_TORCH, mark_unstored, unwrapped_names
 
 #: Functions of tensors that need no values.
@@ -26,6 +27,9 @@ _FACTS = frozenset(
 _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
+_READ = "_streamload_read"  # on a tensor: a function that reads its bytes, or None
+
+
 class _ReadError(Exception):
     """Code that read or wrote a tensor without values."""
 
@@ -35,9 +39,13 @@ class _Named(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return facts; raise `_ReadError` for values."""
+        """Return facts, and a value that is alone in its tensor; raise `_ReadError` for others."""
         if func.__name__ == "resize_" and tuple(args[1]) == tuple(args[0].shape):
             return args[0]  # as modules that observe ranges do before they copy
+        read = getattr(args[0], _READ, None)
+        if func.__name__ == "item" and read is not None and args[0].numel() == 1:
+            dtype = args[0].dtype
+            return torch.frombuffer(bytearray(read()), dtype=dtype).item()
         if func.__name__ in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **(kwargs or {}))
@@ -55,10 +63,13 @@ class _Named(torch.Tensor):
         raise _ReadError(f"it calls {func.__name__} of a tensor")
 
 
-def _named(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _named(
+    shape: Sequence[int], dtype: torch.dtype, read: Callable[[], bytes] | None = None
+) -> torch.Tensor:
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         _Named, tuple(shape), dtype=dtype, device="cpu"
     )
+    made.__dict__[_READ] = read
     return made
 
 
@@ -77,15 +88,15 @@ class _Recorder(nn.Module):
 
 def changed_names(
     model: Any,
-    tensors: Callable[[], Mapping[str, tuple[str, tuple[int, ...]]]],
+    tensors: Callable[[], Mapping[str, Seen]],
     versions: Mapping[str, Mapping[str, Any]],
 ) -> tuple[Mapping[str, str], Sequence[str]] | None:
     """Return names as `Framework.changed_names`; see there."""
     if not isinstance(model, nn.Module) or not (inside := _with_code(model)):
         return None
     found = {
-        name: _named(shape, TO_TORCH.get(dtype, torch.float32))
-        for name, (dtype, shape) in tensors().items()
+        name: _named(shape, TO_TORCH.get(dtype, torch.float32), read)
+        for name, (dtype, shape, read) in tensors().items()
     }
     before = {id(tensor): name for name, tensor in found.items()}
     unwrapped, problems = unwrapped_names(model), list[str]()
