@@ -63,6 +63,8 @@ def config_for(
     said = _rope(config)
     if is_gpt2 and "n_ctx" not in config and "n_positions" in config:
         said["n_ctx"] = config["n_positions"]
+    if config.get("model_type") == "qwen3_moe" and "num_experts" not in config:
+        said["num_experts"] = config.get("num_local_experts", 128)  # transformers' own default
     keys = list(said)
     text = config.get(_TEXT)
     if isinstance(text, Mapping) and (inner := _rope(text)):
@@ -90,6 +92,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         said["rope_theta"] = rope["rope_theta"]
+        if rope.get("partial_rotary_factor") is not None:
+            said["partial_rotary_factor"] = rope["partial_rotary_factor"]
         if config.get("rope_scaling") is None and rope.get("rope_type", "default") != "default":
             said["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     if isinstance(local, Mapping) and "rope_theta" in local:

@@ -226,7 +226,7 @@ def test_candle_computes_the_same(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3moe", "stablelm"])
 def test_mlx_computes_what_has_other_settings(tmp_path: Path, family: str) -> None:
     """Of what transformers saved it takes another rope, or opens nothing."""
     utils, mx = needs.runtime("mlx_lm.utils"), needs.runtime("mlx.core")
