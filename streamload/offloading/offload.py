@@ -33,6 +33,7 @@ from streamload.offloading.report import OffloadReport
 from streamload.offloading.views import FileViews
 from streamload.planning.match import wants_of
 from streamload.planning.plan import Plan
+from streamload.planning.quant_policy import STORED
 from streamload.planning.shares import Share
 from streamload.planning.sources import Found
 from streamload.planning.suggest import Wanted, call_of_library
@@ -134,6 +135,13 @@ class OffloadAsked:
         """Check arguments of `offload`; ValueError if any, or any of ``options``, is invalid."""
         if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
+        if options["quant"] == STORED:
+            raise ValueError(
+                'quant="stored": layers stream as they are stored if config.json names their '
+                "formats: write that once, by streamload.transformers.from_pretrained(IN, "
+                'quant="stored").save_pretrained(OUT) (of GGUF also by streamload convert IN OUT '
+                "--dtype checkpoint), and then from_pretrained(OUT, offload=True)"
+            )
         if options["quant"] is not None:
             raise ValueError(
                 "quant: layers stream as they are stored: quantize the checkpoint once, with "
