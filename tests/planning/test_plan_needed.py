@@ -109,7 +109,7 @@ def test_what_is_needed_is_enough(first: int, tmp_path: Path) -> None:
         options = {
             "quant": quant,
             "dtype": numbers.choice(DTYPES),
-            "chunk_nbytes": numbers.choice((None, 4096, 65536)),
+            "chunk_nbytes": numbers.choice((None, 65536 if quant else 4096, 65536)),
             "threads": numbers.choice((None, 1, 3)),
             "reader": numbers.choice(("auto", "pread")),
         }
