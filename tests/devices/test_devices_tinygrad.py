@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1206,3 +1208,22 @@ def test_lazy_parameters_that_hang_together_are_walked_once() -> None:
     finally:
         sys.setprofile(None)
     assert 0 < calls <= len(nodes) + len(graphs) < sum(map(len, graphs)) / 2
+
+
+def test_one_thread_opens_a_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCL's driver crashes if two open it at once."""
+    inside: list[str] = []
+    most: list[int] = []
+
+    class Slow:
+        def __getitem__(self, name: str) -> str:
+            inside.append(name)
+            time.sleep(0.01)
+            most.append(len(inside))
+            inside.pop()
+            return name
+
+    monkeypatch.setattr(tinygrad_tensors, "_Devices", Slow())
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(tinygrad_tensors.opened, ["CL"] * 4)] == ["CL"] * 4
+    assert max(most) == 1

@@ -87,7 +87,13 @@ def opened(name: str) -> Any:
     """Open and return tinygrad's device; raises any exception of its backend.
 
     Opening a CUDA device changes the current context; the earlier context (torch's) is restored.
+    One thread opens a device at a time: two that open OpenCL's crash in its driver.
     """
+    with ALLOCATORS:
+        return _opened(name)
+
+
+def _opened(name: str) -> Any:
     if backend_of(name) != "CUDA":
         return _Devices[name]
     from tinygrad.runtime.autogen import cuda as driver
