@@ -182,13 +182,13 @@ class Headroom(_Watch):
         handed_out = self._handed_out_nbytes
         grown = self._grown_nbytes()
         grown = handed_out if grown is None else grown
-        # expect others to take as much as since the last check, and if they are such a load, too,
-        # as much as is written here before this one can stop
-        taken = self._taken(free, grown, self._taken_nbytes)
-        taken, self._taken_nbytes, before = taken + others_need, taken, self._taken_nbytes
-        others = max(self._taken_nbytes - before, min(taken, handed_out - self._done_nbytes))
+        # expect other processes to take as much as since the last check, and if they are such a
+        # load, too, as much as is written here before this one can stop
+        before, taken = self._taken_nbytes, self._taken(free, grown, self._taken_nbytes)
+        self._taken_nbytes = taken
+        others = max(taken - before, min(taken, handed_out - self._done_nbytes))
         margin = self._margin_nbytes + others
-        free = max(free - others_need, 0)
+        free, taken = max(free - others_need, 0), taken + others_need
         spare = free - needed - min(needed, margin)
         if spare < 0:
             if not _account.stop(self):

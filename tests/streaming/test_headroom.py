@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from boxes import Boxes, BoxRun, remove
 from parameters import product
 from safetensors.numpy import save_file
 
+from streamload import plan
+from streamload.core.memory import HostMemory
 from streamload.devices.probing import probe
+from streamload.streaming.memory_watch import Headroom
 
 NBYTES = 120_000_000
 #: What holds the process, a checkpoint and a half, and a thief; by device.
@@ -440,3 +443,22 @@ def test_a_load_in_a_box_that_just_fits_is_not_stopped(cgroup: Boxes, folder: Pa
         ends.append(done.returncode)
     assert ends[-1] == 0
     assert len(ends) > 1
+
+
+def test_another_load_of_the_process_counts_once(
+    tmp_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two loads that fit together run, whatever one has handed out and not yet written."""
+    made = plan(tmp_checkpoint(60_000_000), device="host", budget="1GB")
+    free_nbytes = 2 * made.device("host").fresh_nbytes + 20 * 2**20
+    monkeypatch.setattr(HostMemory, "available_nbytes", lambda self: free_nbytes)
+    loads = [Headroom(made, {"host"}) for _ in range(2)]
+    for load in loads:
+        load.begin()
+    try:
+        monkeypatch.setattr(loads[0], "_is_due", lambda: True)
+        loads[0].hand_out(50_000_000)
+        loads[0].hand_out(0)
+    finally:
+        for load in loads:
+            load.end()
