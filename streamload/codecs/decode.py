@@ -247,6 +247,8 @@ def check_target(info: Packed, dst: DType) -> Layout:
         reason = f"it goes to {', '.join(target.name for target in TARGETS)}"
     if reason or layout is None:
         instead = f'; leave it as it is: dtype={{"{info.name}": "checkpoint", ...}}'
+        if dst is info.dtype:
+            instead = ' in this model: write dtype="float16"'
         raise UnsupportedCastError(
             info.dtype.name, dst.name, reason=reason + instead, tensor=info.name, path=info.shard
         )

@@ -162,7 +162,7 @@ def _place(
         )
         is_cast = coding is None and kind.src is not kind.dst
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
-        if kind.dst.name in spec.info.unsupported or (is_cast and small):
+        if kind.dst.name in spec.info.unsupported or kind.dst.is_packed or (is_cast and small):
             doubtful.add(key)
     for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
         kind = kinds[keys[at]]

@@ -456,6 +456,14 @@ def test_other_entrances_refuse_it(mixed: Path, tmp_path: Path) -> None:
         streamload.load_state_dict(arrays, mixed, quant="stored", strict=False)
 
 
+@pytest.mark.parametrize("quant", [None, "stored"])
+def test_an_embedding_of_blocks_is_no_parameter(mixed: Path, quant: str | None) -> None:
+    """dtype="checkpoint" is refused before a byte moves; the line in the error works."""
+    with pytest.raises(UnsupportedCastError, match=r"'model\.embed_tokens.*write dtype=\"float16"):
+        load(mixed, dtype="checkpoint", quant=quant)
+    assert load(mixed, dtype="float16", quant=quant).dtype is torch.float16
+
+
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 @pytest.mark.parametrize("finished", [0, 1, 12])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
