@@ -10,7 +10,7 @@ from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError
 from streamload.files.header import Header
-from streamload.formats.reader import readers
+from streamload.formats.reader import FORMATS
 
 _LISTED = 3  # names shown in a message
 
@@ -23,7 +23,7 @@ def shaped_like(
     Only tensors that a header lists as untyped change. Raise ValueError if no file is of a format
     without dtypes, CheckpointError if no name matches or lengths in bytes differ.
     """
-    untyped = [name for name, reader in readers().items() if reader.untyped]
+    untyped = [name for name, row in FORMATS.items() if row.untyped]
     if not any(header.format in untyped for header in headers):
         formats = ", ".join(sorted({header.format for header in headers}))
         expected = " or ".join(untyped)

@@ -42,12 +42,13 @@ from streamload.files.hub import HubFile, cached, file_of, url_of
 from streamload.files.limits import Limits, check_nbytes, limited, most_nbytes
 from streamload.formats.chunks import joined_shards
 from streamload.formats.reader import (
+    DEFAULT,
+    FORMATS,
     UNREAD_SUFFIXES,
-    FormatReader,
-    default_reader,
+    Format,
+    known_suffixes,
     open_file,
     read_header,
-    readers,
 )
 
 _SUFFIX = ".safetensors"
@@ -258,9 +259,9 @@ def _opened(found: Location, folder: Location, variant: str | None, key: str | N
         )
     if found.name.endswith(".json"):
         config = _read_config(folder)
-        reader = _reader_of_index(found.name).keyed(key)
-        weight_map = _read_weight_map(found, reader)
-        return from_headers(found, _indexed(found, weight_map, reader), config)
+        format = _format_of_index(found.name).keyed(key)
+        weight_map = _read_weight_map(found, format)
+        return from_headers(found, _indexed(found, weight_map, format), config)
     headers = _with_siblings(read_header(cached(found), key=key), folder)
     _check_whole(headers[0], folder)
     if not (config := dict(_own_config(headers))):
@@ -306,11 +307,11 @@ def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
 
 def _with_siblings(header: Header, folder: Location) -> list[Header]:
     """Return ``header`` and the headers of its set's other files, such as those of a split GGUF."""
-    if header.format == default_reader().name:
+    if header.format == DEFAULT.name:
         return [header]
-    reader = readers()[header.format]
-    others = [name for name in reader.siblings(header) if name != header.path.name]
-    return [header, *_headers(header.path, folder, others, reader)]
+    format = FORMATS[header.format]
+    others = [name for name in format.reader().siblings(header) if name != header.path.name]
+    return [header, *_headers(header.path, folder, others, format)]
 
 
 def _check_whole(header: Header, folder: Location) -> None:
@@ -326,40 +327,39 @@ def _check_whole(header: Header, folder: Location) -> None:
 
 def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Checkpoint:
     """Open a server's folder by the usual file names of each format, safetensors first."""
-    default = default_reader()
     try:
-        headers = _remote_headers(folder, default, variant)
-        default.keyed(key)
+        headers = _remote_headers(folder, DEFAULT, variant)
+        DEFAULT.keyed(key)
     except ShardNotFoundError as error:
-        for reader in readers().values():
-            if reader is not default and reader.single:
+        for format in FORMATS.values():
+            if format is not DEFAULT and format.single:
                 with suppress(ShardNotFoundError):
-                    headers = _remote_headers(folder, reader.keyed(key), variant)
+                    headers = _remote_headers(folder, format.keyed(key), variant)
                     break
         else:
             raise error
     return from_headers(folder, headers, _read_config(folder) or _own_config(headers))
 
 
-def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> list[Header]:
+def _remote_headers(folder: Url, format: Format, variant: str | None) -> list[Header]:
     """Return the headers of files with usual names on a server, or raise ShardNotFoundError."""
     index, single = (
-        folder / variants.varied(name, variant) for name in (reader.index, reader.single)
+        folder / variants.varied(name, variant) for name in (format.index, format.single)
     )
     try:
-        weight_map = _read_weight_map(index, reader)
+        weight_map = _read_weight_map(index, format)
     except ShardNotFoundError:
         try:
-            return [read_header(single, reader=reader)]
+            return [read_header(single, format=format)]
         except ShardNotFoundError as error:
             needed = f"{index.name} or {single.name}"
             needed += f"; {error.expected}" if error.expected else ""
-            problem = f"holds no {reader.name} file"
+            problem = f"holds no {format.name} file"
             raise ShardNotFoundError(folder, problem, needed, error.found) from error
     # a single file that the index does not name takes precedence, as for local folders
     if single.name in weight_map.values() or not remote.exists(single):
-        return _indexed(index, weight_map, reader)
-    return [read_header(single, reader=reader)]
+        return _indexed(index, weight_map, format)
+    return [read_header(single, format=format)]
 
 
 def from_headers(
@@ -407,54 +407,51 @@ def _open_folder(
 ) -> Checkpoint:
     """Open a folder with these names by its index, its single file, or all its weight files."""
     config = _read_config(folder)
-    reader = _reader_of_folder(names, variant).keyed(key)
-    single, index = (variants.varied(name, variant) for name in (reader.single, reader.index))
+    format = _format_of_folder(names, variant).keyed(key)
+    single, index = (variants.varied(name, variant) for name in (format.single, format.index))
     if index and index in names:
-        weight_map = _read_weight_map(folder / index, reader)
+        weight_map = _read_weight_map(folder / index, format)
         # saving a single file over a set of shards leaves a stale index: take the file, as
         # transformers does
         if single not in names or single in weight_map.values():
-            headers = _indexed(folder / index, weight_map, reader)
+            headers = _indexed(folder / index, weight_map, format)
             return from_headers(folder, headers, config or _own_config(headers))
-    shards = [single] if single in names else _unindexed(folder, names, variant, reader)
-    headers = [read_header(cached(folder / name), reader=reader) for name in shards]
+    shards = [single] if single in names else _unindexed(folder, names, variant, format)
+    headers = [read_header(cached(folder / name), format=format) for name in shards]
     found = variants.without(folder, joined_shards(headers), variant)
     return from_headers(folder, found, config or _own_config(found))
 
 
-def _reader_of_folder(names: Sequence[str], variant: str | None) -> FormatReader:
-    """Return the reader for a folder's files: safetensors if the folder has any, else another."""
-    default = default_reader()
-    index = variants.varied(default.index, variant)
-    if index in names or any(_is_weights(name, default) for name in names):
-        return default
-    for reader in readers().values():
-        known = [name for name in names if _is_weights(name, reader)]
-        if reader is not default and reader.weights(known):
-            return reader
-    return default
+def _format_of_folder(names: Sequence[str], variant: str | None) -> Format:
+    """Return the format of a folder's files: safetensors if the folder has any, else another."""
+    if variants.varied(DEFAULT.index, variant) in names:
+        return DEFAULT
+    for format in FORMATS.values():
+        known = [name for name in names if _is_weights(name, format)]
+        if known and (format is DEFAULT or format.reader().weights(known)):
+            return format
+    return DEFAULT
 
 
-def _is_weights(name: str, reader: FormatReader) -> bool:
-    """Return whether a file is not hidden and has a suffix of the reader's format."""
-    ending = name if reader is default_reader() else name.lower()
-    return ending.endswith(reader.suffixes) and not name.startswith(".")
+def _is_weights(name: str, format: Format) -> bool:
+    """Return whether a file is not hidden and has a suffix of the format."""
+    ending = name if format is DEFAULT else name.lower()
+    return ending.endswith(format.suffixes) and not name.startswith(".")
 
 
-def _reader_of_index(name: str) -> FormatReader:
-    """Return the reader for the files of an index, by the name of the index."""
-    default = default_reader()
+def _format_of_index(name: str) -> Format:
+    """Return the format of the files of an index, by the name of the index."""
     stem = name.removesuffix(_INDEX_END)
-    if stem == name or stem.endswith(default.suffixes):
-        return default
-    return next((r for r in readers().values() if r.index and stem.endswith(r.suffixes)), default)
+    if stem == name or stem.endswith(DEFAULT.suffixes):
+        return DEFAULT
+    return next((r for r in FORMATS.values() if r.index and stem.endswith(r.suffixes)), DEFAULT)
 
 
 def _unindexed(
-    folder: Location, names: Sequence[str], variant: str | None, reader: FormatReader
+    folder: Location, names: Sequence[str], variant: str | None, format: Format
 ) -> list[str]:
     """Return a folder's weight files without an index; raise ShardNotFoundError if incomplete."""
-    shards = list(reader.weights([name for name in names if _is_weights(name, reader)]))
+    shards = list(format.reader().weights([name for name in names if _is_weights(name, format)]))
     shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
     hub.check_single(folder, shards)
     if variant is not None:
@@ -474,7 +471,7 @@ def _unindexed(
         )
     if not shards:
         others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))
-        known = [f"*{suffix}" for each in readers().values() for suffix in each.suffixes]
+        known = known_suffixes()
         raise ShardNotFoundError(
             folder,
             "holds no file of weights",
@@ -533,7 +530,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
     return config
 
 
-def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
+def _read_weight_map(index: Location, format: Format) -> dict[str, str]:
     """Return an index's files by tensor; raise HeaderError for a file outside of its folder."""
     document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
@@ -544,11 +541,11 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
         raise HeaderError(index, "weight_map is not valid", "at least one tensor", "none")
     for tensor, shard in weight_map.items():
         is_below = not {*shard.split("/")} & {"", ".", ".."} and not {*shard} & {*"\\\0"}
-        if not (is_below and shard.endswith(reader.suffixes)):
+        if not (is_below and shard.endswith(format.suffixes)):
             raise HeaderError(
                 index,
                 "weight_map names no file in its own folder or below",
-                f"the path of a {reader.suffixes[0]} file from the folder of the index on",
+                f"the path of a {format.suffixes[0]} file from the folder of the index on",
                 describe(shard),
                 tensor=tensor,
             )
@@ -559,10 +556,10 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
+def _indexed(index: Location, weight_map: Mapping[str, str], format: Format) -> list[Header]:
     """Return the headers of an index's shards; HeaderError if tensors contradict ``weight_map``."""
     files = sorted(set(weight_map.values()))
-    headers = _headers(index, index.parent, files, reader)
+    headers = _headers(index, index.parent, files, format)
     found: set[str] = set()
     for file, header in zip(files, headers, strict=True):
         for info in header.tensors:
@@ -578,9 +575,7 @@ def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReade
     return headers
 
 
-def _headers(
-    of: Location, folder: Location, names: Sequence[str], reader: FormatReader
-) -> list[Header]:
+def _headers(of: Location, folder: Location, names: Sequence[str], format: Format) -> list[Header]:
     """Return the headers of files; ShardNotFoundError names ``of`` and all missing files."""
     headers: list[Header] = []
     missing: list[str] = []
@@ -588,7 +583,7 @@ def _headers(
         missing = [name for name in names if not _exists(folder / name)]
     for name in () if missing else names:  # on a server, requesting a header shows if it exists
         try:
-            headers.append(read_header(cached(folder / name), reader=reader))
+            headers.append(read_header(cached(folder / name), format=format))
         except ShardNotFoundError:
             missing.append(name)
     if missing:

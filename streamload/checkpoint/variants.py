@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from streamload.core.location import Location
 from streamload.errors import HeaderError
 from streamload.files.header import Header, some
-from streamload.formats.reader import default_reader
+from streamload.formats.reader import DEFAULT
 
 _NUMBER = re.compile(r"-\d+-of-\d+", re.ASCII)
 _DIGITS = re.compile(r"\d+", re.ASCII)
@@ -56,7 +56,7 @@ def without(folder: Location, headers: Sequence[Header], variant: str | None) ->
     tensors = [info.name for header in headers for info in header.tensors]
     repeat = len({*tensors}) < len(tensors)
     names = [header.path.name for header in headers]
-    kept, is_other = set(names), headers[0].format != default_reader().name
+    kept, is_other = set(names), headers[0].format != DEFAULT.name
     if repeat and not (variant or is_other):
         kept = set(plain(names))
         if len(kept) == len(names) and len(known := found(names)) > 1:

@@ -24,7 +24,7 @@ from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files import hub, remote
 from streamload.files.header import SAFETENSORS, unreadable
-from streamload.formats.reader import UNREAD_SUFFIXES, readers
+from streamload.formats.reader import FORMATS, UNREAD_SUFFIXES
 from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.dequantize import all_dequantized
 
@@ -109,7 +109,7 @@ def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
     headers = [header for header in checkpoint.shards if header.format != SAFETENSORS]
     if not headers:
         return {}
-    said = dict(readers()[headers[0].format].documents(headers))
+    said = dict(FORMATS[headers[0].format].reader().documents(headers))
     if any(header.config and header.config == checkpoint.config for header in headers):
         said[CONFIG] = json.dumps(dict(checkpoint.config), indent=2).encode() + b"\n"
     return {name: document(name, data) for name, data in said.items()}
@@ -161,14 +161,14 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
 
 def _is_weights(name: str) -> bool:
     """Whether a file holds weights in any format, or is their index, judging by its name."""
-    suffixes = (suffix for reader in readers().values() for suffix in reader.suffixes)
+    suffixes = (suffix for row in FORMATS.values() for suffix in row.suffixes)
     return name.lower().endswith((*suffixes, *UNREAD_SUFFIXES, ".index.json"))
 
 
 def _unlisted(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     """Return the files of a folder in a checkpoint's format that are none of its files."""
     formats = {header.format for header in checkpoint.shards}
-    suffixes = tuple(s for name in formats for s in readers()[name].suffixes)
+    suffixes = tuple(s for name in formats for s in FORMATS[name].suffixes)
     mine = {part.path.name for header in checkpoint.shards for part in header.files}
     return [n for n in names if n.endswith(suffixes) and n not in mine and not n.startswith(".")]
 

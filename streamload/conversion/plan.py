@@ -57,7 +57,8 @@ from streamload.formats.writer import (
     OutFile,
     OutTensor,
     Target,
-    writers,
+    writer_of,
+    written,
 )
 from streamload.loading.load import split
 from streamload.planning.dequantize import all_names
@@ -99,7 +100,7 @@ class ConvertOptions:
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
     quant: QuantPolicy = NO_QUANT
-    writer: type[FormatWriter] = field(default_factory=lambda: writers()[SAFETENSORS])
+    writer: type[FormatWriter] = field(default_factory=lambda: writer_of(SAFETENSORS))
     runtime: str | None = None  # one of `RUNTIMES`
     notes: tuple[str, ...] = ()  # sentences for users
     adapters: tuple[Sequence[str | float], ...] = ()  # path, scale and digest of each
@@ -123,9 +124,7 @@ class ConvertOptions:
         """Check the arguments of `convert` that depend on the output format; raises ValueError."""
         if out_of_range not in get_args(OutOfRange):
             raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
-        writer = writers().get(to)
-        if writer is None:
-            raise ValueError(f"to is one of {', '.join(writers())}, not {to!r}")
+        writer = writer_of(to)
         notes: list[str] = []
         if runtime is not None:
             dtype, notes = dtype_for(runtime, to, dtype, quant)
@@ -154,7 +153,7 @@ class ConvertOptions:
             return self
         formats = self.writer.weighted
         if not any(format in formats for _, format in self.quant.rules):
-            of = [f'to="{w.name}"' for w in writers().values() if w.weighted]
+            of = [f'to="{name}"' for name in written() if writer_of(name).weighted]
             known = " or ".join(formats) or f"those of {' or '.join(of)}"
             raise ValueError(f"imatrix weighs quant {known} alone")
         path = Path(imatrix)

@@ -26,7 +26,14 @@ from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, HeaderError
 from streamload.files.header import Header, is_text
 from streamload.formats.gguf.constants import MAGIC
-from streamload.formats.reader import File, FormatReader, open_file, read_exactly, read_header
+from streamload.formats.reader import (
+    File,
+    Format,
+    FormatReader,
+    open_file,
+    read_exactly,
+    read_header,
+)
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _NUMBER, _NUMBERS = struct.Struct("<i"), struct.Struct("<ii")
@@ -70,7 +77,7 @@ def read_imatrix(path: Path) -> Mapping[str, Importance]:
     """Return the importance of each matrix in a file, by GGUF's name; reads no weight."""
     with open_file(path) as file:
         is_gguf = file.read(0, len(MAGIC)) == MAGIC
-    header = read_header(path, reader=None if is_gguf else _Entries())
+    header = read_header(path, format=None if is_gguf else _FORMAT)
     if not is_gguf:
         return {t.name: Importance(header, t, int(header.metadata[t.name])) for t in header.tensors}
     tensors = {tensor.name: tensor for tensor in header.tensors}
@@ -93,9 +100,6 @@ def read_imatrix(path: Path) -> Mapping[str, Importance]:
 
 class _Entries(FormatReader):
     """Reads the older files, a list of entries."""
-
-    name = "imatrix"
-    suffixes = ()
 
     def read_header(self, file: File) -> Header:
         at = _NUMBER.size
@@ -124,3 +128,6 @@ class _Entries(FormatReader):
         if not 0 < found <= most:
             expected = f"{what} from 1 to {most}"
             raise HeaderError(file.path, "is no importance matrix", expected, found)
+
+
+_FORMAT = Format(name="imatrix", reads=f"{__name__}:_Entries")

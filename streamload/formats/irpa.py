@@ -34,7 +34,7 @@ from streamload.core.units import round_up
 from streamload.errors import HeaderError, TruncatedFileError
 from streamload.files.header import Header, View, describe, parse_json_object
 from streamload.files.limits import check_nbytes
-from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
+from streamload.formats.reader import FORMATS, File, FormatReader, read_exactly
 from streamload.formats.writer import (
     FormatWriter,
     OutFile,
@@ -42,12 +42,8 @@ from streamload.formats.writer import (
     index_document,
     numbered,
     placed,
-    register_writer,
     shards,
 )
-
-_SINGLE = "model.irpa"
-_INDEX = "model.irpa.index.json"
 
 _MAGIC = b"IRPA"
 _PREFIX = struct.Struct("<4sHHQQQ")  # magic, version, its length, the next header, flags
@@ -75,15 +71,6 @@ _Fail = Callable[..., HeaderError]  # makes the error for one tensor: problem, e
 class Irpa(FormatReader):
     """Reads the headers of parameter archives; see `FormatReader`."""
 
-    name = "irpa"
-    suffixes = (".irpa",)
-    single = _SINGLE
-    index = _INDEX
-    untyped = True
-
-    def looks(self, head: bytes) -> bool:
-        return head.startswith(_MAGIC)
-
     def read_header(self, file: File) -> Header:
         found = _Contents(file)
         base = 0
@@ -96,7 +83,7 @@ class Irpa(FormatReader):
             min((info.start for info in found.infos), default=0),
             tuple(found.infos),
             {},
-            format=self.name,
+            format="irpa",
             views=tuple(found.views),
             untyped=frozenset(found.untyped),
         )
@@ -340,7 +327,7 @@ class IrpaWriter(FormatWriter):
         ]
 
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
-        return index_document(_INDEX, files)
+        return index_document(FORMATS["irpa"].index, files)
 
 
 def _metadata(tensor: OutTensor) -> bytes:
@@ -374,7 +361,3 @@ def _file(path: str, tensors: Sequence[OutTensor]) -> OutFile:
     header += _SEGMENTS.pack(len(tensors), *segments)
     header = (header.ljust(begin, b"\0") + table + texts).ljust(storage, b"\0")
     return placed(path, header, tensors, _ALIGNMENT, _PAGE)
-
-
-register_reader(Irpa())
-register_writer(IrpaWriter)

@@ -26,7 +26,6 @@ from streamload.formats.writer import (
     OutTensor,
     Target,
     placed,
-    register_writer,
 )
 
 _MAGIC = 20240326
@@ -141,6 +140,3 @@ def _numbers(model: Model) -> dict[str, int]:
     width = model.number("n_embd", _NUMBERS["n_embd"])
     model.check_values("llm.c", _VALUES | {"n_inner": (None, 4 * width)})
     return model.numbers(**_NUMBERS)
-
-
-register_writer(LlmC)

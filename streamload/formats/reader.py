@@ -1,11 +1,9 @@
 """Readers of file formats: how a file is recognized, and how its header is read.
 
-A format is a module of this package. To read a new one, derive a class from `FormatReader`,
-with its name, the suffixes of its files, `FormatReader.looks` (from the first bytes alone) and
-`FormatReader.read_header`, and call `register_reader` with an instance at the end of the file.
-`open_checkpoint` finds its files, and everything works on the `Checkpoint`: inspect, plan, loads,
-nodes, offload, convert. A header has Hugging Face's names, safetensors dtypes, shapes and file
-ranges, and besides:
+To read a new format, derive a class from `FormatReader`, and give it a row in `FORMATS`, or an
+entry point of ``streamload.formats``. `open_checkpoint` finds its files, and everything works on
+the `Checkpoint`: inspect, plan, loads, nodes, offload, convert. A header has Hugging Face's names,
+safetensors dtypes, shapes and file ranges, and besides:
 
 - `Header.stored` describes the blocks of a quantized weight, which is one U8 tensor; a layout of
   `streamload.codecs` decodes them;
@@ -20,19 +18,20 @@ bytes than the file has, and raises HeaderError or TruncatedFileError for an inv
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
 from streamload.core.location import Location, Url
+from streamload.core.registry import Registry, load
 from streamload.errors import HeaderError, TruncatedFileError
 from streamload.files import remote
 from streamload.files.guard import FileState
@@ -98,30 +97,19 @@ def read_exactly(file: File, start: int, stop: int, what: str) -> bytes:
     return raw
 
 
-class FormatReader(Protocol):
-    """Base class of a format's reader of headers; its module names the format's description.
+class FormatReader(ABC):
+    """Base class of a format's reader of headers; its module names the format's description."""
 
-    Attributes:
-        suffixes: suffixes of the format's files, in lower case, with the dot.
-        single: usual name of a folder's only file; "" for none.
-        index: usual name of the JSON that lists the files of a set, as safetensors has; "" for
-            none.
-        magic: first bytes of all of its files that files of others may have, too: the reader
-            itself names the kind of such a file.
-        untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` takes
-            both from another checkpoint (``like=``).
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
-    single: str = ""
-    index: str = ""
-    magic: bytes = b""
-    untyped: bool = False
+    def __init__(self, key: str | None = None) -> None:
+        """``key``: of the dict in a file that is the checkpoint, see `open_checkpoint`."""
+        self.key = key
 
     def looks(self, head: bytes) -> bool:
-        """Return whether a file that begins with ``head`` (`HEAD_NBYTES`) is of this format."""
-        return False
+        """Return whether a file is of this format that begins with ``head`` (`HEAD_NBYTES`).
+
+        `Format.magic` matches ``head``.
+        """
+        return True
 
     @abstractmethod
     def read_header(self, file: File) -> Header:
@@ -132,15 +120,6 @@ class FormatReader(Protocol):
             TruncatedFileError: the file is shorter than its header states.
             CheckpointError: it cannot be read.
         """
-
-    def keyed(self, key: str | None) -> FormatReader:
-        """Return a reader of the dict at ``key`` in files (see `open_checkpoint`), self for None.
-
-        Raises ValueError: there is a key, and files of this format have none.
-        """
-        if key is None:
-            return self
-        raise ValueError(f"key={key!r} is for files that torch.save writes, not for {self.name}")
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
         """Return the files that hold weights among ``names``, a folder's files of this format."""
@@ -166,63 +145,133 @@ class FormatReader(Protocol):
         return {}
 
 
-#: Modules that register readers and writers when they are imported. A new one is added here.
-_MODULES = (
-    "streamload.formats.safetensors",
-    "streamload.formats.gguf.reader",
-    "streamload.formats.gguf.writer",
-    "streamload.formats.irpa",
-    "streamload.formats.llmc",
-    "streamload.formats.mlc.writer",
-    "streamload.formats.torch.archive",
-    "streamload.formats.torch.dcp",
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A file format: how its files are recognized, what reads them and what writes them.
+
+    Attributes:
+        reads: its `FormatReader`, to import: "module:class"; "" for none.
+        writes: its `FormatWriter`, in the same way.
+        suffixes: suffixes of its files, in lower case, with the dot.
+        magic: pattern of the first bytes of its files; `FormatReader.looks` decides if files of
+            others match it, too.
+        single: usual name of a folder's only file; "" for none.
+        index: usual name of the JSON that lists the files of a set, as safetensors has; "" for
+            none.
+        untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` takes
+            both from another checkpoint (``like=``).
+        has_keys: whether files hold dicts, of which ``key`` may be the checkpoint.
+    """
+
+    name: str
+    reads: str = ""
+    writes: str = ""
+    suffixes: tuple[str, ...] = ()
+    magic: bytes = b"(?!)"
+    single: str = ""
+    index: str = ""
+    untyped: bool = False
+    has_keys: bool = False
+    key: str | None = None
+
+    def reader(self) -> FormatReader:
+        """Import and return the reader."""
+        found: FormatReader = load(self.reads)(self.key)
+        return found
+
+    def begins(self, head: bytes) -> bool:
+        """Return whether ``head`` matches `magic`."""
+        return re.match(self.magic, head, re.DOTALL) is not None
+
+    def looks(self, head: bytes) -> bool:
+        """Return whether a file that begins with ``head`` is of this format."""
+        return self.begins(head) and self.reader().looks(head)
+
+    def keyed(self, key: str | None) -> Format:
+        """Return the format of the dict at ``key`` in files; ValueError if they have none."""
+        if key is None:
+            return self
+        if not self.has_keys:
+            wrong = f"key={key!r} is for files that torch.save writes, not for {self.name}"
+            raise ValueError(wrong)
+        return replace(self, key=key)
+
+
+_LEGACY = rb".{0,19}\x8a\nl\xfc\x9cF\xf9 j|.{0,4}L119547037146038801333356"
+#: All formats. A name or first bytes select a row; its reader is imported then.
+FORMATS = Registry(
+    "streamload.formats",
+    Format,
+    Format(
+        name=SAFETENSORS,
+        reads="streamload.formats.safetensors:Safetensors",
+        writes="streamload.formats.safetensors:SafetensorsWriter",
+        suffixes=(".safetensors",),
+        magic=rb".{3}[\x00-\x05]\x00{4}\{",
+        single="model.safetensors",
+        index="model.safetensors.index.json",
+    ),
+    Format(
+        name="gguf",
+        reads="streamload.formats.gguf.reader:GGUF",
+        writes="streamload.formats.gguf.writer:GGUF",
+        suffixes=(".gguf",),
+        magic=b"GGUF",
+        single="model.gguf",
+    ),
+    Format(
+        name="irpa",
+        reads="streamload.formats.irpa:Irpa",
+        writes="streamload.formats.irpa:IrpaWriter",
+        suffixes=(".irpa",),
+        magic=b"IRPA",
+        single="model.irpa",
+        index="model.irpa.index.json",
+        untyped=True,
+    ),
+    Format(
+        name="torch",
+        reads="streamload.formats.torch.archive:TorchSave",
+        suffixes=(".pth", ".bin", ".pt", ".ckpt"),
+        magic=rb"PK\x03\x04|" + _LEGACY,
+        single="pytorch_model.bin",
+        index="pytorch_model.bin.index.json",
+        has_keys=True,
+    ),
+    Format(
+        name="dcp",
+        reads="streamload.formats.torch.dcp:Dcp",
+        suffixes=(".distcp",),
+        magic=rb"PK\x03\x04.{26}[^/]+/data(\.pkl|/\d)|\x80|" + _LEGACY,
+        has_keys=True,
+    ),
+    Format(name="llm.c", writes="streamload.formats.llmc:LlmC"),
+    Format(name="mlc", writes="streamload.formats.mlc.writer:MLC"),
 )
-_readers: dict[str, FormatReader] = {}
+#: The format that is looked for first.
+DEFAULT = FORMATS[SAFETENSORS]
 
 
-def register_reader(reader: FormatReader) -> None:
-    """Register a format's reader under its name; its module calls this when it is imported."""
-    assert _readers.setdefault(reader.name, reader) is reader, reader.name
+def known_suffixes() -> list[str]:
+    """Return patterns of the files of all formats, for errors."""
+    return [f"*{suffix}" for row in FORMATS.values() for suffix in row.suffixes]
 
 
-def default_reader() -> FormatReader:
-    """Return the reader of safetensors; imports no other format."""
-    importlib.import_module("streamload.formats.safetensors")
-    return _readers[SAFETENSORS]
-
-
-def readers() -> Mapping[str, FormatReader]:
-    """Return all readers by name, safetensors first; imports all formats."""
-    default_reader()
-    import_all()
-    return _readers
-
-
-@cache
-def import_all() -> None:
-    """Import the modules of all formats, which register their readers and writers."""
-    for module in _MODULES:
-        importlib.import_module(module)
-
-
-def reader_of(file: File) -> FormatReader:
-    """Return a file's reader: safetensors by name, others by the first bytes, else by name.
+def format_of(file: File) -> Format:
+    """Return a file's format: safetensors by name, others by the first bytes, else by name.
 
     Raise HeaderError for a file with neither the name nor the first bytes of any format.
     """
-    # the reader that only the name suggests will refuse the file
-    default = default_reader()
-    if file.path.name.endswith(default.suffixes):
-        return default
-    head = file.read(0, HEAD_NBYTES)
-    named = [r for r in readers().values() if file.path.name.lower().endswith(r.suffixes)]
-    for reader in (*named, *readers().values()):
-        if reader.looks(head):
-            return reader
+    if file.path.name.endswith(DEFAULT.suffixes):
+        return DEFAULT
+    head, name, rows = file.read(0, HEAD_NBYTES), file.path.name.lower(), FORMATS.values()
+    for row in chain((row for row in rows if name.endswith(row.suffixes)), rows):
+        if row.looks(head):
+            return row
+    named = [row for row in rows if name.endswith(row.suffixes)]
     if not named and (known := _lookalike(head)) is not None:
-        suffixes = [f"*{suffix}" for each in readers().values() for suffix in each.suffixes]
-        raise HeaderError(file.path, "is not a weights file", ", ".join(suffixes), known[0])
-    return (*named, default)[0]
+        raise HeaderError(file.path, "is not a weights file", ", ".join(known_suffixes()), known[0])
+    return (*named, DEFAULT)[0]  # which will refuse the file
 
 
 def _lookalike(head: bytes) -> tuple[str, str] | None:
@@ -230,14 +279,14 @@ def _lookalike(head: bytes) -> tuple[str, str] | None:
     return next((told for pattern, told in _LOOKALIKES if pattern.match(head)), None)
 
 
-def _told(file: File, reader: FormatReader) -> HeaderError | None:
-    """Return the error for a file that ``reader`` refused and that is known to be another thing."""
+def _told(file: File, format: Format) -> HeaderError | None:
+    """Return the error for a file that ``format`` refused and that is known to be another thing."""
     head = file.read(0, HEAD_NBYTES)
-    if not head or reader.looks(head) or (reader.magic and head.startswith(reader.magic)):
+    if not head or format.begins(head):
         return None
-    fail = partial(HeaderError, file.path, f"is not a {reader.name} file")
-    for other in readers().values():
-        if other is not reader and other.looks(head):
+    fail = partial(HeaderError, file.path, f"is not a {format.name} file")
+    for other in FORMATS.values():
+        if other.looks(head):
             stem = file.path.name.removesuffix(Path(file.path.name).suffix)
             return fail(f"the name {stem}{other.suffixes[0]}", f"a {other.name} file")
     known = _lookalike(head)
@@ -247,14 +296,14 @@ def _told(file: File, reader: FormatReader) -> HeaderError | None:
 def read_header(
     path: str | os.PathLike[str],
     *,
-    reader: FormatReader | None = None,
+    format: Format | None = None,
     key: str | None = None,
 ) -> Header:
     """Return the header of a file of any format; no data is read."""
     with open_location(path) as file:
-        chosen = (reader or reader_of(file)).keyed(key)
+        chosen = (format or format_of(file)).keyed(key)
         try:
-            header = chosen.read_header(file)
+            header = chosen.reader().read_header(file)
         except (HeaderError, TruncatedFileError) as error:
             if error.tensor is None and (told := _told(file, chosen)) is not None:
                 raise told from error

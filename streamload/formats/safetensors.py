@@ -41,7 +41,7 @@ from streamload.files.header import (
     parse_json_object,
 )
 from streamload.files.limits import check_nbytes
-from streamload.formats.reader import File, FormatReader, register_reader
+from streamload.formats.reader import DEFAULT, File, FormatReader
 from streamload.formats.writer import (
     FormatWriter,
     OutFile,
@@ -49,12 +49,10 @@ from streamload.formats.writer import (
     index_document,
     numbered,
     placed,
-    register_writer,
     shards,
 )
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = DEFAULT.single, DEFAULT.index
 #: Bytes at the start of a file that hold the header's length.
 PREFIX_NBYTES = 8
 _ALIGNMENT = 64
@@ -67,11 +65,6 @@ _COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
 
 class Safetensors(FormatReader):
     """Reads the headers of safetensors files; see `FormatReader`."""
-
-    name = SAFETENSORS
-    suffixes = (".safetensors",)
-    single = SINGLE
-    index = INDEX
 
     def looks(self, head: bytes) -> bool:
         length, after = int.from_bytes(head[:PREFIX_NBYTES], "little"), head[PREFIX_NBYTES:]
@@ -335,7 +328,3 @@ _encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 def _json(document: object) -> bytes:
     return _encoder.encode(document).encode()
-
-
-register_reader(Safetensors())
-register_writer(SafetensorsWriter)

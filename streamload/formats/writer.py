@@ -1,13 +1,13 @@
 """Writers of the formats of `convert`: the tensors of each file, their sources and offsets.
 
-A format is a module of this package. To add one that `convert --to NAME` writes, derive a class
-from `FormatWriter` and call `register_writer` with it at the end of the module. An instance serves
-one conversion. It works on headers alone, in two steps. `FormatWriter.tensors` lists `Target`
-tensors with the format's own names and dtypes, each joined from tensors of the source (`Joined`:
-permuted, transposed, padded, with constants between them), and optionally quantized. The planner
-makes an `OutTensor` of each, or one for each part (values, scales) of a quantized weight.
-`FormatWriter.files` gives the bytes of each file's header and the offset of each tensor (`placed`);
-`FormatWriter.documents` makes small files for the same folder.
+To add a format that `convert --to NAME` writes, derive a class from `FormatWriter`, and name it in
+the format's row (`Format.writes`). An instance serves one conversion. It works on headers alone, in
+two steps. `FormatWriter.tensors` lists `Target` tensors with the format's own names and dtypes,
+each joined from tensors of the source (`Joined`: permuted, transposed, padded, with constants
+between them), and optionally quantized. The planner makes an `OutTensor` of each, or one for each
+part (values, scales) of a quantized weight. `FormatWriter.files` gives the bytes of each file's
+header and the offset of each tensor (`placed`); `FormatWriter.documents` makes small files for the
+same folder.
 
 `streamload.conversion` reads, casts, quantizes, digests, writes, journals, resumes and verifies the
 bytes, and knows nothing of the format. Gaps between the header and the tensors are zeros.
@@ -29,12 +29,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from streamload.core.dtypes import F32, DType
 from streamload.core.location import Location
+from streamload.core.registry import load
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError
-from streamload.files.header import SAFETENSORS, Stored
+from streamload.files.header import Stored
 from streamload.formats.imatrix import Importance
-from streamload.formats.reader import import_all
+from streamload.formats.reader import FORMATS
 
 _T = TypeVar("_T")
 #: Experts of a layer in one tensor, as transformers 5 has them in its modules.
@@ -477,15 +478,15 @@ class FormatWriter(ABC):
         return ()
 
 
-_writers: dict[str, type[FormatWriter]] = {}
+def written() -> list[str]:
+    """Return the names of the formats that `convert` writes."""
+    return [row.name for row in FORMATS.values() if row.writes]
 
 
-def register_writer(writer: type[FormatWriter]) -> None:
-    """Register a format's writer under its name; its module calls this when it is imported."""
-    assert _writers.setdefault(writer.name, writer) is writer, writer.name
-
-
-def writers() -> Mapping[str, type[FormatWriter]]:
-    """Return all writers by name, safetensors first; imports all formats."""
-    import_all()
-    return dict(sorted(_writers.items(), key=lambda item: (item[0] != SAFETENSORS, item[0])))
+def writer_of(name: str) -> type[FormatWriter]:
+    """Import and return a format's writer; raise ValueError if it has none."""
+    row = FORMATS.get(name)
+    if row is None or not row.writes:
+        raise ValueError(f"to is one of {', '.join(written())}, not {name!r}")
+    found: type[FormatWriter] = load(row.writes)
+    return found

@@ -44,7 +44,7 @@ from streamload.devices.names import framework, framework_of
 from streamload.errors import CheckpointError, TruncatedFileError, printable
 from streamload.files.guard import Guard
 from streamload.files.header import open_regular
-from streamload.formats.reader import readers
+from streamload.formats.reader import FORMATS
 from streamload.loading.report import LoadReport
 from streamload.planning.dequantize import dequantized
 from streamload.planning.placement import Placement
@@ -396,7 +396,7 @@ def verify_checkpoint(
 
 def _in_files(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with tensors as its files have them, as a sidecar lists them."""
-    headers = [readers()[header.format].in_file(header) for header in checkpoint.shards]
+    headers = [FORMATS[header.format].reader().in_file(header) for header in checkpoint.shards]
     if all(new is old for new, old in zip(headers, checkpoint.shards, strict=True)):
         return checkpoint
     return from_headers(checkpoint.path, headers)

@@ -39,7 +39,7 @@ from streamload.conversion.memory import Way
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
-from streamload.formats import writer as writing
+from streamload.formats.reader import FORMATS, Format
 from streamload.formats.writer import (
     FormatWriter,
     Joined,
@@ -48,7 +48,6 @@ from streamload.formats.writer import (
     OutTensor,
     Target,
     placed,
-    register_writer,
 )
 
 __all__ = ["start"]  # a fixture
@@ -230,8 +229,8 @@ class Puzzle(FormatWriter):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The format, known during a test."""
-    monkeypatch.setattr(writing, "_writers", dict(writing.writers()))
-    register_writer(Puzzle)
+    row = Format(name="puzzle", writes=f"{__name__}:Puzzle")
+    monkeypatch.setitem(FORMATS.others, "puzzle", row)
     yield
 
 

@@ -59,8 +59,47 @@ def is_group(thing):
 def wrap(group, timeout, met):
     return Alone()
 """
+FORMAT = """
+from streamload.formats.reader import Format
+
+ROW = Format(
+    name="acme",
+    reads="acme.reader:Reader",
+    writes="acme.writer:Writer",
+    suffixes=(".acme",),
+    magic=b"ACME",
+)
+"""
+READER = """
+from streamload.core.dtypes import BY_CODE
+from streamload.core.tensors import TensorInfo
+from streamload.files.header import Header
+from streamload.formats.reader import FormatReader
+
+class Reader(FormatReader):
+    def read_header(self, file):
+        info = TensorInfo("w", BY_CODE["U8"], (file.nbytes - 4,), file.path, 4, file.nbytes)
+        return Header(file.path, file.nbytes, 4, (info,), {}, format="acme")
+"""
+WRITER = """
+from streamload.formats.writer import FormatWriter, placed
+
+class Writer(FormatWriter):
+    name = "acme"
+
+    def files(self, lists, max_nbytes):
+        return [placed("model.acme", b"ACME", [each for listed in lists for each in listed])]
+"""
 #: What a program does with each, and the modules of the package that it imports.
 USES = {
+    "formats": (
+        "streamload.convert('m.safetensors', 'out', to='acme', progress=False)\n"
+        "assert open('out/model.acme', 'rb').read() == b'ACME\\1\\2'\n"
+        "for path in ('out', 'out/model.acme'):\n"
+        "    report = streamload.load_state_dict(None, path, device='host')\n"
+        "    assert report.state_dict['w'].tolist() == [1, 2]",
+        {"acme.format", "acme.reader", "acme.writer"},
+    ),
     "devices": (
         "for name in ('chip', 'acme:chip'):\n"
         "    report = streamload.load_state_dict(None, 'm.safetensors', device=name)\n"
@@ -85,9 +124,11 @@ USES = {
 def site(tmp_path: Path) -> Path:
     """A folder with the package, and files of weights."""
     (tmp_path / "acme").mkdir()
-    for name, code in {"__init__": "", "device": DEVICE, "engine": ENGINE}.items():
+    codes = {"__init__": "", "device": DEVICE, "engine": ENGINE}
+    codes |= {"format": FORMAT, "reader": READER, "writer": WRITER}
+    for name, code in codes.items():
         (tmp_path / "acme" / f"{name}.py").write_text(code)
-    points = {"devices": "device", "engines": "engine"}
+    points = {"devices": "device", "engines": "engine", "formats": "format"}
     lines = (f"[streamload.{group}]\nacme = acme.{name}:ROW" for group, name in points.items())
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()

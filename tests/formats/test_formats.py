@@ -19,8 +19,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.distributed.index import Index, _tuples, write_index
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
 from streamload.files.header import Header, Stored, Turn
-from streamload.formats import reader as base
-from streamload.formats.reader import File, FormatReader, read_exactly
+from streamload.formats.reader import FORMATS, File, Format, FormatReader, read_exactly
 
 MAGIC = b"TINY"
 
@@ -32,17 +31,10 @@ class Tiny(FormatReader):
     besides.
     """
 
-    name = "tiny"
-    suffixes = (".tiny",)
-
-    def looks(self, head: bytes) -> bool:
-        """By its magic."""
-        return head.startswith(MAGIC)
-
     def read_header(self, file: File) -> Header:
         """Read it as a hostile one is to be read."""
         start = read_exactly(file, 0, 8, "the header")
-        if not self.looks(start):
+        if not start.startswith(MAGIC):
             raise HeaderError(file.path, "is not a tiny file", MAGIC, start[:4])
         nbytes = int.from_bytes(start[4:], "little")
         said = json.loads(read_exactly(file, 8, 8 + nbytes, "the header"))
@@ -58,7 +50,7 @@ class Tiny(FormatReader):
             min(info.start for info in infos),
             tuple(infos),
             said.get("metadata", {}),
-            format=self.name,
+            format="tiny",
             config=said.get("config", {}),
             stored={name: Stored(*_tuples(one)) for name, one in said["stored"].items()},
             turns={name: Turn(*_tuples(one)) for name, one in said["turns"].items()},
@@ -81,8 +73,8 @@ class Tiny(FormatReader):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The format, known during a test."""
-    monkeypatch.setattr(base, "_readers", dict(base.readers()))
-    base.register_reader(Tiny())
+    row = Format(name="tiny", reads=f"{__name__}:Tiny", suffixes=(".tiny",), magic=MAGIC)
+    monkeypatch.setitem(FORMATS.others, "tiny", row)
     yield
 
 

@@ -29,7 +29,6 @@ from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import BF16
 from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastError
 from streamload.formats.gguf.vocabulary import from_gguf
-from streamload.formats.reader import readers
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -190,7 +189,6 @@ def test_quantized_weights_are_dequantized(
     assert (tmp_path / "a/model.gguf").read_bytes() == (tmp_path / "b/model.gguf").read_bytes()
 
 
-@pytest.mark.skipif("gguf" not in readers(), reason="GGUF is not read here")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_blocks_of_gguf_stay_as_they_are(family: str, tmp_path: Path) -> None:
     """From a GGUF file of blocks comes the same again, to the last key."""

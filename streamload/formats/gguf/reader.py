@@ -49,7 +49,7 @@ from streamload.formats.gguf.constants import (
 )
 from streamload.formats.gguf.names import MOST_LAYERS, ROPE_TENSORS, config_of, unsaid_of
 from streamload.formats.gguf.placement import FileTensor, in_models
-from streamload.formats.reader import File, FormatReader, open_location, register_reader
+from streamload.formats.reader import File, FormatReader, open_location
 from streamload.formats.writer import numbered
 
 _FIRST_NBYTES = 2**18  # of the first read
@@ -70,13 +70,6 @@ _Said: TypeAlias = "tuple[str, tuple[int, ...], int, int]"
 
 class GGUF(FormatReader):
     """Reads the headers of GGUF files; see `FormatReader`."""
-
-    name = "gguf"
-    suffixes = (".gguf",)
-    single = "model.gguf"
-
-    def looks(self, head: bytes) -> bool:
-        return head.startswith(MAGIC)
 
     def read_header(self, file: File) -> Header:
         metadata, tensors, data_start = _read(file)
@@ -129,7 +122,7 @@ class GGUF(FormatReader):
         said |= {k: str(v) for k, v in metadata.items() if k.startswith("adapter.")}
         return Header(
             *(path, file.nbytes, data_start, tuple(infos), said),
-            format=self.name,
+            format="gguf",
             config=config,
             stored=stored,
             turns=turns,
@@ -478,6 +471,3 @@ class _Cursor:
                 raise TruncatedFileError(self._file.path, "the header is cut off", end, got)
         self.at = end
         return self._raw[begin : begin + nbytes] if keeps else b""
-
-
-register_reader(GGUF())

@@ -59,7 +59,6 @@ from streamload.formats.writer import (
     Target,
     numbered,
     placed,
-    register_writer,
     shards,
 )
 
@@ -443,6 +442,3 @@ def _object(model: Model, name: str, parse: Callable[[bytes], Any] = parse_json)
     if not isinstance(found, dict):
         raise CheckpointError(_folder(model) / name, "is not an object of JSON", "{...}")
     return found
-
-
-register_writer(GGUF)

@@ -32,7 +32,6 @@ from streamload.formats.writer import (
     OutTensor,
     Target,
     placed,
-    register_writer,
     shards,
 )
 
@@ -197,6 +196,3 @@ def _cache(files: Sequence[OutFile], sums: Mapping[str, str]) -> dict[str, Any]:
         "BitsPerParam": nbytes * 8.0 / elements,
     }
     return {"metadata": metadata, "records": records}
-
-
-register_writer(MLC)

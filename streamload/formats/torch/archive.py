@@ -23,7 +23,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import HeaderError
 from streamload.files.header import Header, View, check_name, describe, some
-from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
+from streamload.formats.reader import File, FormatReader, read_exactly
 from streamload.formats.torch import legacy, script, zip_entries
 from streamload.formats.torch.choosing import SAVE, chosen, versions_beside
 from streamload.formats.torch.globals import Lookup, Tensor, named_or_foreign
@@ -45,17 +45,8 @@ _PAGE = 4096
 _MOST_NBYTES = 2**62  # end of the last view: fits an int64
 
 
-@dataclass(frozen=True)
 class TorchSave(FormatReader):
     """Reads the headers of torch.save's files; see `FormatReader`."""
-
-    key: str | None = None  # of the dict that is the checkpoint; None: the only one with tensors
-
-    name = "torch"
-    suffixes = (".pth", ".bin", ".pt", ".ckpt")
-    single = "pytorch_model.bin"
-    index = "pytorch_model.bin.index.json"
-    magic = zip_entries.MAGIC
 
     def looks(self, head: bytes) -> bool:
         name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
@@ -66,9 +57,6 @@ class TorchSave(FormatReader):
         found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
         found = [name for name in found if "optim_states" not in name]  # DeepSpeed's
         return [name for name in found if not name.endswith(".bin") or "model" in name]
-
-    def keyed(self, key: str | None) -> FormatReader:
-        return self if key is None else TorchSave(key)
 
     def read_header(self, file: File) -> Header:
         archive = Archive.of(file)
@@ -94,7 +82,7 @@ class TorchSave(FormatReader):
             archive.data_start,
             tuple(infos),
             {"format": "pt"},
-            format=self.name,
+            format="torch",
             views=tuple(views),
             versions=versions_beside(archive.root, tensors),
         )
@@ -294,6 +282,3 @@ def _axes(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]
         else:
             axes.append((n, stride))
     return axes
-
-
-register_reader(TorchSave())

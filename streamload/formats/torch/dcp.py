@@ -11,7 +11,6 @@ of torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -28,7 +27,6 @@ from streamload.formats.reader import (
     LocalFile,
     open_file,
     read_exactly,
-    register_reader,
 )
 from streamload.formats.torch.archive import Archive, TorchSave
 from streamload.formats.torch.choosing import chosen
@@ -81,23 +79,14 @@ class _Item(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Dcp(FormatReader):
     """Reads the metadata of DCP's folders; see `FormatReader`."""
-
-    key: str | None = None  # of the dict that is the checkpoint; None: the model's weights
-
-    name = "dcp"
-    suffixes = (".distcp",)
 
     def looks(self, head: bytes) -> bool:
         return TorchSave().looks(head) or (head[:1] == b"\x80" and _MODULE.encode() in head)
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
         return [_NAME] if names else []
-
-    def keyed(self, key: str | None) -> FormatReader:
-        return self if key is None else Dcp(key)
 
     def read_header(self, file: File) -> Header:
         path = file.path
@@ -258,6 +247,3 @@ def _shape(found: Any, fail: _Fail) -> tuple[int, ...]:
     if _are(found, (int,)) and all(0 <= length <= _MOST_LENGTH for length in found):
         return found
     raise fail("a shape is not valid", f"lengths of 0 to {_MOST_LENGTH}", kind_of(found))
-
-
-register_reader(Dcp())
