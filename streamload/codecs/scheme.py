@@ -1,17 +1,19 @@
-"""Base classes for layouts of quantized weights, and the register of the files in `schemes`.
+"""Base classes for layouts of quantized weights, and the registry of the libraries that own them.
 
 A file of `schemes` recognizes one library's layouts in checkpoints, decodes and encodes them, or
-does some of that, and passes its functions to `register`. Files are imported when a checkpoint, a
-dtype or ``quant=`` first needs any.
+does some of that, and lists its functions in a `Library`. It is imported when a checkpoint, a dtype
+or ``quant=`` needs one of its layouts.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from streamload.codecs.encode import Quantized, StoredBlocks
 from streamload.codecs.llvm import Engine
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import F32, DType, add_packed
+from streamload.core.registry import Registry, load
 from streamload.core.tensors import TensorInfo
 
 #: Returns all bytes of a tensor of a quantized weight.
@@ -104,79 +107,135 @@ class Layout(ABC):
         """Compile the kernel to ``dst`` ahead of its use; raise UnsupportedCastError on failure."""
 
 
-class _Schemes(Mapping[str, Scheme]):
-    """Schemes by name; the first lookup imports the files of `schemes`, which register them."""
+class Library:
+    """The layouts of a library."""
 
-    def __init__(self) -> None:
-        self.registered: dict[str, Scheme] = {}
+    def __init__(
+        self,
+        *schemes: Scheme,
+        layouts: Mapping[str, Layout] = MappingProxyType({}),
+        find: Find | None = None,
+        complete: Mapping[str, Complete] = MappingProxyType({}),
+    ) -> None:
+        """Take what the library has.
+
+        Args:
+            schemes: encode tensors to the layouts.
+            layouts: decode weights, by `QuantizedWeight.kind`.
+            find: recognizes weights in the headers of a checkpoint.
+            complete: adds shapes that only a tensor's bytes state, by that tensor's role.
+        """
+        self.schemes = {scheme.name: scheme for scheme in schemes}
+        self.layouts, self.find, self.complete = layouts, find, complete
+        for kind, layout in layouts.items():
+            add_packed(kind, layout.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryRow:
+    """A library of `LIBRARIES`.
+
+    Attributes:
+        library: the `Library` to import, "module:name".
+        schemes: names of its schemes that loads can give to models.
+        of_files: names of those that ``convert`` alone writes.
+        kinds: pattern of the kinds of its weights.
+        leaves: pattern of the last component of the names of tensors to call `Library.find` for.
+        states: roles of the tensors that state shapes.
+    """
+
+    name: str
+    library: str
+    schemes: tuple[str, ...] = ()
+    of_files: tuple[str, ...] = ()
+    kinds: str = "(?!)"
+    leaves: str = "(?!)"
+    states: tuple[str, ...] = ()
+
+    def load(self) -> Library:
+        """Import and return the library."""
+        found: Library = load(self.library)
+        return found
+
+    def knows(self, name: str) -> bool:
+        """Return whether a scheme or a kind of the library has this name."""
+        return name in self.schemes or name in self.of_files or self.has_kind(name)
+
+    def has_kind(self, kind: str) -> bool:
+        """Return whether weights of a kind are the library's."""
+        return re.fullmatch(self.kinds, kind, re.DOTALL) is not None
+
+
+def _row(name: str, **facts: Any) -> LibraryRow:
+    return LibraryRow(name=name, library=f"{__package__}.schemes.{name}:LIBRARY", **facts)
+
+
+#: The libraries. The first whose `LibraryRow.leaves` match decides about a tensor.
+LIBRARIES = Registry(
+    "streamload.schemes",
+    LibraryRow,
+    _row(
+        "bitsandbytes",
+        schemes=("fp4", "fp4-nested", "nf4", "nf4-nested"),
+        kinds="bnb-(nf|fp)4",
+        leaves="(nested_)?(absmax|quant_map)|bitsandbytes__.*",
+        states=("quant_state",),
+    ),
+    _row("bitsandbytes_int8", schemes=("bitsandbytes-int8",), kinds="bnb-int8", leaves="SCB"),
+    _row(
+        "gguf",
+        schemes=("q4_0", "q8_0"),
+        kinds="q4_[01]|q5_[01]|q8_0|iq4_nl|gguf-mxfp4",
+    ),
+    _row("gguf_k", kinds="q[2-6]_k|iq4_xs"),
+    _row("gguf_quants", schemes=("q4_k", "q5_0", "q5_1", "q5_k", "q6_k")),
+    _row("mlc", of_files=("q3f16_1", "q4bf16_1", "q4f16_0", "q4f16_1", "q4f32_1")),
+    _row("mlx", kinds="mlx-.*", leaves="scales"),
+    _row("mxfp4", kinds="mxfp4", leaves=".*_blocks"),
+    _row("packed", kinds="ct-.*|awq|gptq", leaves="weight_packed|qweight", states=("shape",)),
+    _row("torchao", kinds="torchao-.*", leaves=".*_qdata"),
+    _row("scaled", schemes=("int8",), kinds="int8|fp8", leaves=".*"),
+)
+
+
+def _first(name: str, fits: Callable[[LibraryRow], bool]) -> Library | None:
+    """Return the first library that fits; others' are not looked for if ours know the name."""
+    if not name:
+        return None
+    ours = LIBRARIES.ours.values()
+    rows = ours if any(row.knows(name) for row in ours) else LIBRARIES.values()
+    return next((row.load() for row in rows if fits(row)), None)
+
+
+class _Schemes(Mapping[str, Scheme]):
+    """Schemes by name; a lookup imports the library of the scheme."""
+
+    def __init__(self, names: Callable[[LibraryRow], tuple[str, ...]]) -> None:
+        self._names = names
 
     def __getitem__(self, name: str) -> Scheme:
-        _import_all()
-        return self.registered[name]
+        library = _first(name, lambda row: name in self._names(row))
+        if library is None:
+            raise KeyError(name)
+        return library.schemes[name]
 
     def __iter__(self) -> Iterator[str]:
-        _import_all()
-        return iter(sorted(self.registered))
+        return iter(sorted(chain.from_iterable(map(self._names, LIBRARIES.values()))))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 #: The schemes that loads can give to models.
-SCHEMES = _Schemes()
+SCHEMES = _Schemes(lambda row: row.schemes)
 #: `SCHEMES`, and those that ``convert`` alone writes to files.
-ALL_SCHEMES = _Schemes()
-
-#: Modules of `schemes`; a new one is added here.
-_FILES = (
-    *("bitsandbytes", "bitsandbytes_int8", "gguf", "gguf_k", "gguf_quants", "mlc"),
-    *("mlx", "mxfp4", "packed", "scaled", "torchao"),
-)
-_layouts: dict[str, Layout] = {}
-_finders: list[tuple[Callable[[str], bool] | None, Find]] = []
-_complete: dict[str, Complete] = {}
-
-
-def register(
-    *schemes: Scheme,
-    layouts: Mapping[str, Layout] = MappingProxyType({}),
-    find: Find | None = None,
-    marks: Callable[[str], bool] | None = None,
-    complete: Mapping[str, Complete] = MappingProxyType({}),
-    in_models: bool = True,
-) -> None:
-    """Add a library's layouts; its file calls this when it is imported.
-
-    Args:
-        schemes: encode tensors to the layouts.
-        layouts: decode weights, by `QuantizedWeight.kind`.
-        find: recognizes weights in the headers of a checkpoint.
-        marks: returns, by the last component of a tensor's name, whether to call ``find`` for the
-            tensor; None for all components that no other file's ``marks`` accepts.
-        complete: adds shapes that only a tensor's bytes state, by that tensor's role.
-        in_models: whether loads can give the schemes to models; others are for `convert` alone.
-    """
-    for scheme in schemes:
-        for known in (ALL_SCHEMES, *([SCHEMES] if in_models else [])):
-            assert known.registered.setdefault(scheme.name, scheme) is scheme, scheme.name
-    for kind, layout in layouts.items():
-        assert _layouts.setdefault(kind, layout) is layout, kind
-        add_packed(kind, layout.dtype)
-    if find is not None:
-        _finders.append((marks, find))
-    _complete.update(complete)
-
-
-@cache
-def _import_all() -> None:
-    for name in _FILES:
-        importlib.import_module(f"{__package__}.schemes.{name}")
+ALL_SCHEMES = _Schemes(lambda row: row.schemes + row.of_files)
 
 
 def layout_of(kind: str) -> Layout | None:
     """Return the layout that decodes weights of a kind; None if they cannot be decoded."""
-    _import_all()
-    return _layouts.get(kind)
+    library = _first(kind, lambda row: row.has_kind(kind))
+    return None if library is None else library.layouts.get(kind)
 
 
 def is_blocks(kind: str) -> bool:
@@ -185,18 +244,23 @@ def is_blocks(kind: str) -> bool:
     return layout is not None and layout.dtype.block > 1
 
 
-def finder_of(leaf: str) -> Find | None:
+def finder_of(rows: Mapping[str, LibraryRow], leaf: str) -> Find | None:
     """Return the `Find` to call for tensors whose names' last component is ``leaf``, or None."""
-    _import_all()
-    marked = (find for marks, find in _finders if marks is not None and marks(leaf))
-    return next(marked, next((find for marks, find in _finders if marks is None), None))
+    fit = (row for row in rows.values() if re.fullmatch(row.leaves, leaf, re.DOTALL))
+    return next((row.load().find for row in fit), None)
 
 
 def complete_of(weight: QuantizedWeight) -> tuple[TensorInfo, Complete] | None:
     """Return the tensor that states a weight's shape and the function to add it, or None."""
-    _import_all()
-    found = ((weight.members.get(role), add) for role, add in _complete.items())
-    return next(((info, add) for info, add in found if info is not None), None)
+    found = ((row, role) for row in LIBRARIES.values() for role in row.states)
+    return next(
+        (
+            (info, row.load().complete[role])
+            for row, role in found
+            if (info := weight.members.get(role)) is not None
+        ),
+        None,
+    )
 
 
 class CodedWeight(NamedTuple):

@@ -7,12 +7,12 @@ it reads the few bytes in which some layouts store a weight's shape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from streamload.codecs.scheme import complete_of, finder_of, is_blocks
+from streamload.codecs.scheme import LIBRARIES, complete_of, finder_of, is_blocks
 from streamload.codecs.weights import (
     Layouts,
     Packed,
@@ -52,12 +52,16 @@ def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
         if (info := layouts.tensors.get(name)) is not None and not isinstance(info, Packed)
     } | _own_blocks(layouts)
     owners = out.copy()
-    finder = cache(finder_of)  # the last components of names are few
+    finder = cache(partial(finder_of, LIBRARIES.ours))  # the last components of names are few
     for info in layouts.tensors.values():
         if info.name in owners:
             continue
-        find = finder(info.name.rpartition(".")[2])
+        leaf = info.name.rpartition(".")[2]
+        find = finder(leaf)
         weight = find(layouts, info) if find is not None else None
+        if weight is None and id(info.dtype) in _MARKS:
+            find = finder_of(LIBRARIES.others, leaf)
+            weight = find(layouts, info) if find is not None else None
         if weight is None:
             continue
         for one in weight.members.values():

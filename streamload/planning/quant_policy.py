@@ -83,8 +83,9 @@ class QuantPolicy:
             if not isinstance(pattern, str):
                 raise ValueError(f"a pattern of names is a string, not {pattern!r}")
             is_text = isinstance(name, str)
-            known = *SCHEMES, *of_files, STORED, _AUTO
-            if name is not None and not (is_text and name in known):
+            more = (*of_files, STORED, _AUTO)
+            if name is not None and not (is_text and (name in more or name in SCHEMES)):
+                known = (*SCHEMES, *more)
                 hint = did_you_mean(name, SCHEMES) if is_text else ""
                 raise ValueError(f"quant is one of {', '.join(known)}, not {name!r}{hint}")
         return cls(tuple(rules.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
-from streamload.codecs import scheme
 from streamload.codecs.decode import ScaledLayout, Weight, by_blocks, decoder_of, floats
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
-from streamload.codecs.scheme import Read, layout_of, register
+from streamload.codecs.scheme import LIBRARIES, Library, LibraryRow, Read, layout_of
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core import dtypes
 from streamload.core.dtypes import F32, DType
@@ -59,13 +59,25 @@ class _Signs(Blocks):
 
 @pytest.fixture(autouse=True)
 def _added(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout_of("int8")  # the files of the package register first
-    for owner, name in ((scheme, "_layouts"), (scheme, "_finders"), (dtypes, "_PACKED")):
-        monkeypatch.setattr(owner, name, getattr(owner, name).copy())
+    monkeypatch.setattr(dtypes, "_PACKED", dtypes._PACKED.copy())
     monkeypatch.setattr(dequantize, "PACKED", dtypes._PACKED)
     signs = _Signs("signs", DType("signs", "", 8 * (2 + WIDTH), "float", WIDTH))
     layouts = {"stepped": _Layout(), "signs": signs}
-    register(layouts=layouts, find=_find, marks=lambda leaf: leaf == "codes")
+    library = Library(layouts=layouts, find=_find)
+    monkeypatch.setattr(sys.modules[__name__], "LIBRARY", library, raising=False)
+    target = f"{__name__}:LIBRARY"
+    row = LibraryRow(name="new", library=target, kinds="stepped|signs", leaves="codes")
+    monkeypatch.setitem(LIBRARIES.others, "new", row)
+
+
+@pytest.mark.parametrize("name", LIBRARIES.ours)
+def test_a_row_states_what_its_library_has(name: str) -> None:
+    """The names of its schemes, the kinds of its layouts, and the roles of its states."""
+    row = LIBRARIES[name]
+    library = row.load()
+    assert sorted(row.schemes + row.of_files) == sorted(library.schemes)
+    assert all(layout_of(kind) is layout for kind, layout in library.layouts.items())
+    assert row.states == tuple(library.complete)
 
 
 def test_a_stored_layout_loads_and_converts(tmp_path: Path) -> None:

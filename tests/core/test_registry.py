@@ -78,7 +78,7 @@ from streamload.formats.reader import FormatReader
 
 class Reader(FormatReader):
     def read_header(self, file):
-        info = TensorInfo("w", BY_CODE["U8"], (file.nbytes - 4,), file.path, 4, file.nbytes)
+        info = TensorInfo("w", BY_CODE["F16"], (2,), file.path, 4, file.nbytes)
         return Header(file.path, file.nbytes, 4, (info,), {}, format="acme")
 """
 WRITER = """
@@ -90,11 +90,41 @@ class Writer(FormatWriter):
     def files(self, lists, max_nbytes):
         return [placed("model.acme", b"ACME", [each for listed in lists for each in listed])]
 """
+SCHEMES = """
+from streamload.codecs.scheme import LibraryRow
+
+ROW = LibraryRow(
+    name="acme", library="acme.library:LIBRARY", schemes=("acme8",), leaves="acme_codes"
+)
+"""
+LIBRARY = """
+from streamload.codecs.scheme import SCHEMES, Library, Scheme
+from streamload.codecs.weights import QuantizedWeight
+
+class Acme8(Scheme):
+    name = "acme8"
+
+    def of(self, shape, src):
+        return SCHEMES["int8"].of(shape, src)
+
+def find(layouts, codes):
+    return QuantizedWeight("acme", "w", {"weight": codes}, codes.shape, (1,), 8)
+
+LIBRARY = Library(Acme8(), find=find)
+"""
 #: What a program does with each, and the modules of the package that it imports.
 USES = {
+    "schemes": (
+        "from streamload.codecs.scheme import SCHEMES\n"
+        "assert streamload.open_checkpoint('codes.safetensors').groups['w'].kind == 'acme'\n"
+        "assert 'acme8' in SCHEMES\n"
+        "streamload.convert('floats.safetensors', 'out', quant='acme8', progress=False)\n"
+        "assert 'w_scale' in streamload.open_checkpoint('out').tensors\n",
+        {"acme.schemes", "acme.library"},
+    ),
     "formats": (
         "streamload.convert('m.safetensors', 'out', to='acme', progress=False)\n"
-        "assert open('out/model.acme', 'rb').read() == b'ACME\\1\\2'\n"
+        "assert open('out/model.acme', 'rb').read() == b'ACME\\0\\x3c\\0\\x40'\n"
         "for path in ('out', 'out/model.acme'):\n"
         "    report = streamload.load_state_dict(None, path, device='host')\n"
         "    assert report.state_dict['w'].tolist() == [1, 2]",
@@ -126,15 +156,18 @@ def site(tmp_path: Path) -> Path:
     (tmp_path / "acme").mkdir()
     codes = {"__init__": "", "device": DEVICE, "engine": ENGINE}
     codes |= {"format": FORMAT, "reader": READER, "writer": WRITER}
+    codes |= {"schemes": SCHEMES, "library": LIBRARY}
     for name, code in codes.items():
         (tmp_path / "acme" / f"{name}.py").write_text(code)
-    points = {"devices": "device", "engines": "engine", "formats": "format"}
+    points = {"devices": "device", "engines": "engine", "formats": "format", "schemes": "schemes"}
     lines = (f"[streamload.{group}]\nacme = acme.{name}:ROW" for group, name in points.items())
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("\n".join(lines))
-    write_safetensors(tmp_path / "m.safetensors", {"w": ("U8", (2,), b"\1\2")})
+    write_safetensors(tmp_path / "m.safetensors", {"w": ("F16", (2,), b"\0\x3c\0\x40")})
+    write_safetensors(tmp_path / "codes.safetensors", {"acme_codes": ("U8", (2,), b"\1\2")})
+    write_safetensors(tmp_path / "floats.safetensors", {"w": ("F32", (2, 64), bytes(512))})
     return tmp_path
 
 

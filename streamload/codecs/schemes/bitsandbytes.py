@@ -45,7 +45,7 @@ from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import Vector, chosen, flushed_ir, looked_up
 from streamload.codecs.parts import Arithmetic, Array, Part, check_source, flushed, stepped
 from streamload.codecs.product import Form, Formed
-from streamload.codecs.scheme import Read, Scheme, register
+from streamload.codecs.scheme import Library, Read, Scheme
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
@@ -386,13 +386,6 @@ _FLOATS = ("float16", "bfloat16", "float32")
 _MOST_STATE_NBYTES = 2**16
 _MOST_BLOCK = 4096  # elements, of the blocks that bitsandbytes has
 
-_LEAVES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-
-
-def _marks(leaf: str) -> bool:
-    """Whether a tensor name's last component is that of a statistic, a map or a state."""
-    return leaf in _LEAVES or leaf.startswith("bitsandbytes__")
-
 
 def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
     """Return the 4-bit weight that a tensor is part of, or None; `_with_state` adds its shape."""
@@ -513,10 +506,9 @@ def _check_count(layouts: Layouts, info: TensorInfo, expected: int, numel: int, 
         )
 
 
-register(
+LIBRARY = Library(
     *(FourBit(kind, nested) for kind in ("nf4", "fp4") for nested in (False, True)),
     layouts={kind: _Layout(kind) for kind in ("bnb-nf4", "bnb-fp4")},
     find=_find,
-    marks=_marks,
     complete={"quant_state": _with_state},
 )

@@ -30,7 +30,7 @@ from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, magnitude_bits
 from streamload.codecs.parts import Array, Part, check_source, stepped
 from streamload.codecs.product import Form, Formed
-from streamload.codecs.scheme import Read, Scheme, register
+from streamload.codecs.scheme import Library, Read, Scheme
 from streamload.codecs.schemes.scaled import Int8Layout, Int8Values, Rows, nearest
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.dtypes import BY_CODE, F32, DType
@@ -172,9 +172,8 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
     )
 
 
-register(
+LIBRARY = Library(
     _Int8(),
     layouts={"bnb-int8": _Layout("bnb-int8")},
     find=_find,
-    marks=lambda leaf: leaf == "SCB",
 )

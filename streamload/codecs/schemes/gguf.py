@@ -33,7 +33,7 @@ from streamload.codecs.encode import Encoded, StoredBlocks, Units
 from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, magnitude_bits, minimum, splat
 from streamload.codecs.parts import Array, check_source
-from streamload.codecs.scheme import Scheme, register
+from streamload.codecs.scheme import Library, Scheme
 from streamload.core.dtypes import DType
 
 #: Elements of a block.
@@ -275,4 +275,4 @@ class _Blocks(Scheme):
         return self.quantized(self.name, shape, src)
 
 
-register(_Blocks("q8_0", _Q80), _Blocks("q4_0", _Q40), layouts=_BY_NAME)
+LIBRARY = Library(_Blocks("q8_0", _Q80), _Blocks("q4_0", _Q40), layouts=_BY_NAME)

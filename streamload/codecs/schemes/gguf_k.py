@@ -15,7 +15,7 @@ import numpy as np
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.ir import splat
 from streamload.codecs.parts import Array
-from streamload.codecs.scheme import register
+from streamload.codecs.scheme import Library
 from streamload.codecs.schemes.gguf import NONLINEAR, halves_of
 
 _NUMEL = 256
@@ -197,4 +197,4 @@ _LAYOUTS: tuple[Blocks, ...] = (
     *(_Q2K("q2_k"), _Q3K("q3_k"), _Q4K("q4_k", fifth=False), _Q4K("q5_k", fifth=True)),
     *(_Q6K("q6_k"), _IQ4XS("iq4_xs")),
 )
-register(layouts={layout.name: layout for layout in _LAYOUTS})
+LIBRARY = Library(layouts={layout.name: layout for layout in _LAYOUTS})

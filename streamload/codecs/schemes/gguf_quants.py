@@ -29,7 +29,7 @@ import numpy as np
 from streamload.codecs.encode import Encoded, Encoder, StoredBlocks, checked_numel, encode_units
 from streamload.codecs.llvm import Engine, kernel_for
 from streamload.codecs.parts import Array, QuantCounts, check_source
-from streamload.codecs.scheme import Scheme, register
+from streamload.codecs.scheme import Library, Scheme
 from streamload.codecs.schemes.gguf import inverted, stored
 from streamload.codecs.schemes.gguf_k import six_bits
 from streamload.codecs.search import LEAST, Fits, Search, extremes, nearest, peaks, positive, summed
@@ -293,4 +293,4 @@ class _Scheme(Scheme):
         return Searched(self.name, shape, src)
 
 
-register(*map(_Scheme, _FORMS))
+LIBRARY = Library(*map(_Scheme, _FORMS))

@@ -39,7 +39,7 @@ from streamload.codecs.encode_kernels import Packing, Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, minimum
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array, Part, QuantCounts, check_source
-from streamload.codecs.scheme import Scheme, register
+from streamload.codecs.scheme import Library, Scheme
 from streamload.codecs.schemes.gguf import half_scale
 from streamload.codecs.schemes.scaled import nearest
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
@@ -282,7 +282,7 @@ _SCHEMES = (
     _Scheme("q4f32_1", 4, F32),
     _Scheme("q4bf16_1", 4, BF16),
 )
-register(*_SCHEMES, in_models=False)
+LIBRARY = Library(*_SCHEMES)
 
 #: The dtype of scales, and of all that is not quantized, by the name of a scheme.
 DTYPES = {scheme.name: scheme.scale for scheme in _SCHEMES}

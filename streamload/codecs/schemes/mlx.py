@@ -26,7 +26,7 @@ from streamload.codecs.decode_blocks import BlockDecoder
 from streamload.codecs.encode import StoredBlocks
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array, Part
-from streamload.codecs.scheme import Layout, Read, layout_of, register
+from streamload.codecs.scheme import Layout, Library, Read, layout_of
 from streamload.codecs.stored import own_formats
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
@@ -156,8 +156,7 @@ def _said(layouts: Layouts, module: str) -> Mapping[str, Any]:
 
 
 _LAYOUTS = [Affine(*each) for each in product(_BITS, _GROUPS, _FLOATS)]
-register(
+LIBRARY = Library(
     layouts={each.kind: each for each in _LAYOUTS},
     find=_find,
-    marks=lambda leaf: leaf == "scales",
 )

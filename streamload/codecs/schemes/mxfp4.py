@@ -17,7 +17,7 @@ from streamload.codecs.decode_kernels import Values
 from streamload.codecs.ir import Vector
 from streamload.codecs.parts import Array
 from streamload.codecs.product import Form, StoredForm
-from streamload.codecs.scheme import Read, register
+from streamload.codecs.scheme import Library, Read
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.tensors import TensorInfo
 
@@ -78,6 +78,4 @@ def _find(layouts: Layouts, values: TensorInfo) -> QuantizedWeight | None:
     return QuantizedWeight("mxfp4", stem, members, shape, (1, _BLOCK), 4, is_transposed=True)
 
 
-register(
-    layouts={"mxfp4": _Layout("mxfp4")}, find=_find, marks=lambda leaf: leaf.endswith("_blocks")
-)
+LIBRARY = Library(layouts={"mxfp4": _Layout("mxfp4")}, find=_find)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from streamload.codecs.scheme import register
+from streamload.codecs.scheme import Library
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.tensors import TensorInfo
 
@@ -176,8 +176,7 @@ def _by_columns(layouts: Layouts, module: str) -> QuantizedWeight | None:
     return QuantizedWeight(kind, f"{module}weight", members, (outputs, inputs), (1, size), bits)
 
 
-register(
+LIBRARY = Library(
     find=_find,
-    marks=lambda leaf: leaf in ("weight_packed", "qweight"),
     complete={"shape": _with_shape},
 )

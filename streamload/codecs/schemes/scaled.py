@@ -32,7 +32,7 @@ from streamload.codecs.floats import FLOATS
 from streamload.codecs.ir import WIDEN, Vector
 from streamload.codecs.parts import Array, Part, check_source
 from streamload.codecs.product import Form, Formed, StoredForm
-from streamload.codecs.scheme import Read, Scheme, register
+from streamload.codecs.scheme import Library, Read, Scheme
 from streamload.codecs.weights import Layouts, QuantizedWeight, scale_beside
 from streamload.core.dtypes import BY_CODE, F32, DType
 from streamload.core.tensors import TensorInfo
@@ -316,7 +316,7 @@ def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
     ]
 
 
-register(
+LIBRARY = Library(
     _Int8(),
     layouts={"int8": Int8Layout("int8"), "fp8": _FP8Layout("fp8")},
     find=_find,

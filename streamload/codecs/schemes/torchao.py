@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from streamload.codecs.scheme import register
+from streamload.codecs.scheme import Library
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
 from streamload.core.tensors import TensorInfo
@@ -92,4 +92,4 @@ def _form(layouts: Layouts, name: str, weight: str, stated: str) -> Mapping[str,
     return form
 
 
-register(find=_find, marks=lambda leaf: leaf.endswith(_END))
+LIBRARY = Library(find=_find)
