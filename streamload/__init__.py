@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from streamload import errors
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.cast_table import CastCounts
-from streamload.conversion.convert import ConvertReport, convert
 from streamload.conversion.openable import Judge, register_judge
 from streamload.core.memory import Budget
 from streamload.core.tensors import RowRange
@@ -37,15 +36,16 @@ from streamload.loading.report import LoadReport
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.sources import Source
-from streamload.verification.diff import Comparison, diff
-from streamload.verification.verify import Verification, verify_checkpoint
 
 if TYPE_CHECKING:  # imported when they are first used
+    from streamload.conversion.convert import ConvertReport, convert
     from streamload.distributed.offload_split import OffloadSplit, split_offload
     from streamload.offloading.offload import Offloaded, offload, plan_offload
     from streamload.offloading.plan import OffloadPlan
     from streamload.offloading.report import OffloadReport
     from streamload.offloading.stream_layers import LayerStream, stream_layers
+    from streamload.verification.diff import Comparison, diff
+    from streamload.verification.verify import Verification, verify_checkpoint
 
 __version__ = "0.1.0"
 
@@ -64,15 +64,21 @@ register_suggester(_suggest_offload)
 _LATER = ("diffusers", "distributed", "nn", "transformers")
 #: Names whose modules are imported when they are first used.
 _FROM_LATER = {
+    "Comparison": "verification.diff",
+    "ConvertReport": "conversion.convert",
     "LayerStream": "offloading.stream_layers",
     "OffloadPlan": "offloading.plan",
     "OffloadReport": "offloading.report",
     "OffloadSplit": "distributed.offload_split",
     "Offloaded": "offloading.offload",
+    "Verification": "verification.verify",
+    "convert": "conversion.convert",
+    "diff": "verification.diff",
     "offload": "offloading.offload",
     "plan_offload": "offloading.offload",
     "split_offload": "distributed.offload_split",
     "stream_layers": "offloading.stream_layers",
+    "verify_checkpoint": "verification.verify",
 }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol, TypeVar
 
 
@@ -69,6 +69,7 @@ class Registry(Mapping[str, R]):
         return len(self.ours) + len(self.others)
 
 
+@cache
 def load(target: str) -> Any:
     """Import and return an object, "module:name", or a module."""
     module, _, name = target.partition(":")

@@ -494,8 +494,6 @@ class Framework(Protocol):
     """
 
     name: str
-    #: Formats that `streamload.nn.replace_linears` can give layers of models.
-    layers: Sequence[str] = ()
 
     def parameters(self, model: Any) -> Sequence[Parameter]:
         """Return the model's parameters; tied tensors are one parameter."""
@@ -503,6 +501,10 @@ class Framework(Protocol):
     def unstored(self, model: Any) -> Mapping[str, str]:
         """Return the device, by name, of tensors that no checkpoint stores; "meta": no values."""
         return {}
+
+    def layers(self) -> Sequence[str]:
+        """Return the formats that `streamload.nn.replace_linears` can give layers of models."""
+        return ()
 
     def coded(self, model: Any) -> Mapping[str, CodedWeight]:
         """Return the weights that the model holds quantized, by each of their names."""

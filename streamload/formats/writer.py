@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from streamload.core.dtypes import F32, DType
 from streamload.core.location import Location
@@ -34,8 +34,10 @@ from streamload.core.tensors import Coding, RowTranspose, TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError
 from streamload.files.header import Stored
-from streamload.formats.imatrix import Importance
 from streamload.formats.reader import FORMATS
+
+if TYPE_CHECKING:
+    from streamload.formats.imatrix import Importance
 
 _T = TypeVar("_T")
 #: Experts of a layer in one tensor, as transformers 5 has them in its modules.

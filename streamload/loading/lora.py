@@ -33,7 +33,6 @@ from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, check_object, describe, parse_json_object
 from streamload.files.hub import fingerprint, identity
-from streamload.loading.lora_gguf import is_adapter, translated, undone
 from streamload.planning.families import is_conv1d
 from streamload.planning.sources import HEADS, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
@@ -201,7 +200,9 @@ class _Reader:
         self._checkpoint, self._scale, self._to = checkpoint, scale, to
         self._adapter, folder = open_adapter(path)
         self._orders: Mapping[str, np.ndarray[Any, Any] | None] = {}
-        if is_adapter(self._adapter):  # of GGUF
+        if _is_of_gguf(self._adapter):
+            from streamload.loading.lora_gguf import translated
+
             self._path = self._adapter.path
             tensors, self._config, self._orders = translated(self._adapter, checkpoint)
             self._adapter = replace(self._adapter, tensors=tensors)
@@ -267,7 +268,7 @@ class _Reader:
             expected = f"{' and '.join(f'lora_{part}' for part in sorted(wanted))} of {module!r}"
             stated = ", ".join(f"{key} {bool(config.get(key))}" for key in asked.values())
             problem = "only LoRA of matrices is merged"
-            if not is_adapter(self._adapter):
+            if not _is_of_gguf(self._adapter):
                 problem += f", and {_CONFIG} states {stated}"
             self._refuse(some, problem, f"{expected}, A and B of two axes each", shapes)
         target = self._target(f"{module}.weight", some, may_turn=True)
@@ -377,7 +378,11 @@ class _Reader:
     def _rows_of(self, target: TensorInfo) -> Any:
         """Return the index of each of the base's rows, in its file's order, in that of models."""
         turn = self._checkpoint.turns.get(target.name)
-        return slice(None) if turn is None else undone(turn)
+        if turn is None:
+            return slice(None)
+        from streamload.loading.lora_gguf import undone
+
+        return undone(turn)
 
     def _change(self, target: TensorInfo, change: Change) -> None:
         self._to.by_tensor.setdefault(target.name, []).append(change)
@@ -417,6 +422,10 @@ class _Reader:
         self, info: TensorInfo, problem: str, expected: object = None, found: object = None
     ) -> NoReturn:
         raise CheckpointError(info.shard, problem, expected, found, tensor=info.name)
+
+
+def _is_of_gguf(adapter: Checkpoint) -> bool:
+    return adapter.metadata.get("general.type") == "adapter"
 
 
 def open_adapter(path: str | os.PathLike[str]) -> tuple[Checkpoint, Location]:

@@ -41,11 +41,6 @@ class Translated(NamedTuple):
     orders: Mapping[str, np.ndarray[Any, Any] | None]
 
 
-def is_adapter(checkpoint: Checkpoint) -> bool:
-    """Return whether a file of GGUF is an adapter."""
-    return checkpoint.metadata.get("general.type") == "adapter"
-
-
 def translated(adapter: Checkpoint, base: Checkpoint) -> Translated:
     """Return an adapter in peft's names; CheckpointError if it is invalid or for another base."""
     said, path = adapter.metadata, adapter.path

@@ -66,7 +66,7 @@ class Wanted:
 
     Attributes:
         is_part: whether other ranks load tensors that are in no parameter here.
-        layers: formats that `streamload.nn.replace_linears` can give layers of the model.
+        layers: returns the formats that `streamload.nn.replace_linears` can give its layers.
     """
 
     checkpoint: Checkpoint
@@ -75,7 +75,7 @@ class Wanted:
     rename: Rename | None
     is_part: bool = False
     strict: bool = True
-    layers: Sequence[str] = ()
+    layers: Callable[[], Sequence[str]] = tuple
 
     def suggestions(self) -> tuple[Suggestion, ...]:
         """Return the arguments that fill most parameters, if more than the call's arguments.
@@ -111,7 +111,7 @@ class Wanted:
         kinds = {name: (info.dtype, info.shape) for name, info in self.checkpoint.tensors.items()}
         names = [name for name, shape in model.shapes.items() if len(shape) == 2]
         formats: dict[str, str] = {}
-        for name, format in ((n, f) for n in names if n in kinds for f in self.layers):
+        for name, format in ((n, f) for n in names if n in kinds for f in self.layers()):
             with suppress(ValueError):  # the format cannot hold the shape
                 parts = SCHEMES[format].of(model.shapes[name], F32).parts
                 if all(kinds.get(p.name(name)) == (p.dtype, p.shape) for p in parts):

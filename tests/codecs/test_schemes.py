@@ -19,6 +19,7 @@ from streamload.codecs.scheme import LIBRARIES, Library, LibraryRow, Read, layou
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core import dtypes
 from streamload.core.dtypes import F32, DType
+from streamload.core.registry import load
 from streamload.core.tensors import TensorInfo
 from streamload.planning import dequantize
 
@@ -68,6 +69,7 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
     target = f"{__name__}:LIBRARY"
     row = LibraryRow(name="new", library=target, kinds="stepped|signs", leaves="codes")
     monkeypatch.setitem(LIBRARIES.others, "new", row)
+    load.cache_clear()
 
 
 @pytest.mark.parametrize("name", LIBRARIES.ours)

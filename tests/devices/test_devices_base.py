@@ -18,6 +18,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.core import disk_cache as _kept
+from streamload.core.registry import load
 from streamload.devices import names, probing
 from streamload.devices.base import ProbeResult
 from streamload.errors import DeviceNotFoundError
@@ -170,6 +171,7 @@ def fake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     row = names.FrameworkRow(name="fake", framework="fake_framework:FRAMEWORK")
     monkeypatch.setitem(names.FRAMEWORKS.others, "fake", row)
+    load.cache_clear()
     monkeypatch.delitem(sys.modules, "fake_framework", raising=False)
     monkeypatch.setattr(probing, "_PROBES", {})
     return lambda: list(vars(sys.modules["fake_framework"])["probed"])

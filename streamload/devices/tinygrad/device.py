@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,23 @@ from tinygrad.device import ALL_DEVICES, Buffer
 from tinygrad.helpers import EMULATED_DTYPES, GlobalCounters
 from tinygrad.uop.ops import UOp
 
+from streamload.codecs.scheme import CodedWeight
 from streamload.core.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.core.system import address_of, bytes_at
 from streamload.devices.allocators import ObjectCosts, TensorCosts
-from streamload.devices.base import Device, DeviceInfo, DTypeStatus, StagedElements, Staging, Ticket
+from streamload.devices.base import (
+    Device,
+    DeviceInfo,
+    DTypeStatus,
+    StagedElements,
+    Staging,
+    Swap,
+    Ticket,
+)
 from streamload.devices.cuda_copies import Copies
 from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
-from streamload.devices.tinygrad.linear import FORMATS, coded, swapping
 from streamload.devices.tinygrad.tensors import (
     ALLOCATORS,
     SHARED,
@@ -427,12 +435,24 @@ class TinygradFramework(ComputingFramework):
 
     name = "tinygrad"
     held, casts = TO_TINYGRAD, _DEVICE_CASTS
-    layers = FORMATS
 
     _problem = staticmethod(_problem)
     parameters = staticmethod(parameters_of)
-    coded = staticmethod(coded)
-    swap = staticmethod(swapping)
+
+    def layers(self) -> Sequence[str]:
+        from streamload.devices.tinygrad.linear import FORMATS
+
+        return FORMATS
+
+    def coded(self, model: Any) -> Mapping[str, CodedWeight]:
+        from streamload.devices.tinygrad.linear import coded
+
+        return coded(model)
+
+    def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
+        from streamload.devices.tinygrad.linear import swapping
+
+        return swapping(model, formats)
 
     def canonical(self, name: str) -> str:
         return str(_Devices.canonicalize(name)) if name else self.default_device()
