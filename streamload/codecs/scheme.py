@@ -22,7 +22,7 @@ from streamload.codecs.encode import Quantized, StoredBlocks
 from streamload.codecs.llvm import Engine
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import F32, DType, add_packed
-from streamload.core.registry import Registry, load
+from streamload.core.registry import Registry, Row, load
 from streamload.core.tensors import TensorInfo
 
 #: Returns all bytes of a tensor of a quantized weight.
@@ -132,7 +132,7 @@ class Library:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LibraryRow:
+class LibraryRow(Row):
     """A library of `LIBRARIES`.
 
     Attributes:
@@ -144,7 +144,6 @@ class LibraryRow:
         states: roles of the tensors that state shapes.
     """
 
-    name: str
     library: str
     schemes: tuple[str, ...] = ()
     of_files: tuple[str, ...] = ()

@@ -15,38 +15,35 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 
-class Named(Protocol):
-    """A row."""
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of a registry; its name is unique there."""
 
-    @property
-    def name(self) -> str:
-        """The name, unique in its registry."""
+    name: str
 
 
-R = TypeVar("R", bound=Named)
+R = TypeVar("R", bound=Row)
 
 
 class Registry(Mapping[str, R]):
-    """Rows by name: ours in their order, then others'.
-
-    Attributes:
-        ours: the rows of this package.
-    """
+    """Rows by name: `ours` in their order, then `others` of the group's entry points."""
 
     def __init__(self, group: str, kind: type[R], *ours: R) -> None:
-        """``group``: of the entry points; ``kind``: the class of its rows."""
         self.ours: Mapping[str, R] = {row.name: row for row in ours}
         self._group, self._kind = group, kind
 
     @cached_property
     def others(self) -> dict[str, R]:
         """Rows of other packages by name; a UserWarning names each entry point without one."""
+        from importlib.metadata import entry_points  # with the search, tens of milliseconds
+
         found: dict[str, R] = {}
-        for point in _entry_points(self._group):
+        for point in entry_points(group=self._group):
             try:
                 row = point.load()
                 if not isinstance(row, self._kind):
@@ -75,9 +72,3 @@ def load(target: str) -> Any:
     module, _, name = target.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
-
-
-def _entry_points(group: str) -> Any:
-    from importlib.metadata import entry_points  # with the search, tens of milliseconds
-
-    return entry_points(group=group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import inspect
 import json
 import os
@@ -40,9 +39,11 @@ def install(extra: str) -> str:
     It works wherever streamload itself came from, which ``pip install 'streamload[extra]'`` does
     not: that looks for streamload in the index again.
     """
+    from importlib.metadata import PackageNotFoundError, requires  # takes 10 ms
+
     try:
-        needed = importlib.metadata.requires("streamload") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        needed = requires("streamload") or []
+    except PackageNotFoundError:  # run from its sources
         needed = []
     found = [each.partition(";")[0].strip() for each in needed if f"extra == '{extra}'" in each]
     return f"pip install {shlex.join(found or [f'streamload[{extra}]'])}"

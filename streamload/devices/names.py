@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from streamload.codecs.llvm import INSTALL
 from streamload.core.disk_cache import lend_caches
-from streamload.core.registry import Registry, load
+from streamload.core.registry import Registry, Row, load
 from streamload.devices.allocators import AllocatorKind
 from streamload.devices.base import Framework
 from streamload.errors import DeviceNotFoundError
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrameworkRow:
+class FrameworkRow(Row):
     """A framework of `FRAMEWORKS`.
 
     Attributes:
@@ -29,7 +29,6 @@ class FrameworkRow:
         cuda_allocator: the allocator of a CUDA device that is not opened; None if it has none.
     """
 
-    name: str
     framework: str
     tensors: tuple[str, ...] = ()
     spelling: str = "(?!)"

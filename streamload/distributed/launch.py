@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.core.registry import Registry, load
+from streamload.core.registry import Registry, Row, load
 from streamload.core.system import file_text
 from streamload.distributed.group import Alone, Launch, Met, ProcessGroup, unmet
 from streamload.errors import NodeError, PeerFailedError
@@ -70,8 +70,8 @@ _LAUNCHERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRow:
+@dataclass(frozen=True, kw_only=True)
+class EngineRow(Row):
     """An engine of groups of processes.
 
     Attributes:
@@ -83,7 +83,6 @@ class EngineRow:
         needs: the packages to install, for errors.
     """
 
-    name: str
     engine: str
     library: str
     hints: tuple[str, ...]
@@ -95,13 +94,19 @@ ENGINES = Registry(
     "streamload.engines",
     EngineRow,
     EngineRow(
-        "mpi",
-        "streamload.distributed.mpi",
-        "mpi4py.MPI",
-        ("mpi",),
-        "mpi4py and an MPI library (pip install mpi4py)",
+        name="mpi",
+        engine="streamload.distributed.mpi",
+        library="mpi4py.MPI",
+        hints=("mpi",),
+        needs="mpi4py and an MPI library (pip install mpi4py)",
     ),
-    EngineRow("torch", "streamload.distributed.torch", "torch", ("torch", "mpi"), "torch"),
+    EngineRow(
+        name="torch",
+        engine="streamload.distributed.torch",
+        library="torch",
+        hints=("torch", "mpi"),
+        needs="torch",
+    ),
 )
 
 

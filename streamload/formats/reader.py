@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Protocol
 
 from streamload.core.location import Location, Url
-from streamload.core.registry import Registry, load
+from streamload.core.registry import Registry, Row, load
 from streamload.errors import HeaderError, TruncatedFileError
 from streamload.files import remote
 from streamload.files.guard import FileState
@@ -146,7 +146,7 @@ class FormatReader(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(Row):
     """A file format: how its files are recognized, what reads them and what writes them.
 
     Attributes:
@@ -163,7 +163,6 @@ class Format:
         has_keys: whether files hold dicts, of which ``key`` may be the checkpoint.
     """
 
-    name: str
     reads: str = ""
     writes: str = ""
     suffixes: tuple[str, ...] = ()

@@ -216,7 +216,9 @@ def stream_layers(
         checkpoint, read, found = read_call(source, **options)
         fill, _, tied = found
         place = Place.look(None, checkpoint, read, options["device"])
-        (device,) = place.devices.opened.values()
+        (device,), framework = place.devices.opened.values(), place.devices.framework.name
+        if framework not in _SLOTS:
+            raise OffloadError(f"layers stream to devices of {', '.join(_SLOTS)}, not {framework}")
         wants = wants_of(checkpoint, fill)
         check_patterns("stay", asked.stay, wants.names)
         spec = device_of(place, read, wants)
@@ -231,7 +233,7 @@ def stream_layers(
             how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
             return stream_layers(local, **how, **options)
     report = run(decided, False, clock)
-    module, kind = _SLOTS[place.devices.framework.name]
+    module, kind = _SLOTS[framework]
     streaming = begin(made, problem, device, getattr(importlib.import_module(module), kind))
     turns = _turns(steps, streaming.plan, wants, report.state_dict)
     return LayerStream(streaming, report, turns)

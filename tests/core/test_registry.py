@@ -48,7 +48,9 @@ ENGINE = """
 from streamload.distributed.group import Alone
 from streamload.distributed.launch import EngineRow
 
-ROW = EngineRow("wire", "acme.engine", "acme.engine", ("torch",), "acme")
+ROW = EngineRow(
+    name="wire", engine="acme.engine", library="acme.engine", hints=("torch",), needs="acme"
+)
 
 class Wire:
     pass
@@ -135,6 +137,10 @@ USES = {
         "    report = streamload.load_state_dict(None, 'm.safetensors', device=name)\n"
         "    assert [d.device for d in report.plan.devices] == ['chip']\n"
         "    assert report.state_dict['w'].tolist() == [1, 2]\n"
+        "try:\n"
+        "    streamload.stream_layers('m.safetensors', device='chip', budget='8MB')\n"
+        "except streamload.errors.OffloadError as error:\n"
+        "    assert 'not acme' in str(error), error\n"
         "from streamload.devices.names import framework_of\n"
         "from acme.device import Chip\n"
         "assert framework_of({'layers': [Chip()]}) == 'acme'",
