@@ -256,6 +256,8 @@ _AS_NOBODY = """
 import os, sys
 from streamload.conversion.convert import convert  # from where others may not read
 from streamload.errors import CheckpointError
+from streamload.formats.reader import FORMATS
+list(FORMATS)
 os.setgid(65534), os.setuid(65534)
 try:
     convert(sys.argv[1], sys.argv[2], dry_run=sys.argv[3] == "dry", progress=False)
