@@ -1,21 +1,75 @@
-"""Comparisons by `streamload bench`, as sections show them."""
+"""Comparisons by `streamload bench`, with what developers ask for, and as sections show them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench_parts.section import NotHereError, Options, Section
-from streamload.bench.compare import Options as Compared
-from streamload.bench.compare import compare, resolve
-from streamload.bench.loaders import LOADERS, OURS
+from streamload.bench import compare
+from streamload.bench.compare import Measures, resolve
+from streamload.bench.loaders import LOADERS, OURS, Loader
+from streamload.bench.processes import MeasurementError
 from streamload.bench.results import Comparison, Run
 from streamload.devices.probing import probe
 from streamload.errors import DeviceNotFoundError
 
+_SLOW = 4.0  # a loader that takes this many times as long as streamload runs fewer rounds
 TIMEOUT_S = 120.0  # for each load
+
+
+@dataclass(frozen=True, slots=True)
+class Compared(compare.Options):
+    """A comparison of loaders, and of streamload with other arguments."""
+
+    # more loaders: streamload with other "dtype", "budget" or "options", by a name
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    again: int | None = None  # rounds in which warm processes load a second time; None for all
+    # rounds for a loader that takes more than four times as long as streamload; None for all
+    least_runs: int | None = None
+    together: bool = False  # start the processes of a round in parallel: faster on many cores
+
+
+class Comparing(compare.Comparing):
+    """A comparison of `Compared`."""
+
+    _options: Compared
+
+    def _choose(self) -> dict[str, Loader]:
+        ours = dict.fromkeys((OURS, *self._options.variants), LOADERS[OURS])
+        return ours | super()._choose()
+
+    def _task(self, name: str) -> dict[str, Any]:
+        changed = self._options.variants.get(name)
+        return super()._task(name) if changed is None else {**super()._task(OURS), **changed}
+
+    def _is_due(self, name: str, state: str, number: int) -> bool:
+        least = self._options.least_runs
+        if least is not None and number >= least:
+            times = self.found.times(name, state)
+            if times is not None and times >= _SLOW:
+                return False
+        return super()._is_due(name, state, number)
+
+    def _repeats(self, state: str, number: int) -> bool:
+        again = self._options.again
+        return super()._repeats(state, number) and (again is None or number < again)
+
+    def _measure(self, where: str, measures: Measures) -> None:
+        with ExitStack() as stack:
+            if self._options.together:
+                begun = {
+                    name: stack.enter_context(start()) for name, (start, _) in measures.items()
+                }
+                for child in begun.values():
+                    with suppress(MeasurementError):  # raised again by its lap
+                        child.ready()
+                # entering a child again returns it
+                measures = {n: (begun[n].__enter__, take) for n, (_, take) in measures.items()}
+            super()._measure(where, measures)
 
 
 def need(device: str) -> None:
@@ -41,7 +95,7 @@ def compared(options: Options, path: Path, device: str, **more: Any) -> Comparis
         sites={p: s for p, s in options.sites.items() if p in given and LOADERS[p].takes(*to)},
         say=options.say,
     )
-    return compare(replace(asked, **more))
+    return Comparing(replace(asked, **more)).run()
 
 
 def add(section: Section, found: Comparison, what: str = "", arrived: str = "") -> None:

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from bench_parts.diffusers_jobs import OURS, RESIDENT, WAYS, write
-from bench_parts.section import Options, Section, files_nbytes, need_packages
-from streamload.bench.processes import Child, MeasurementError, call, system_nbytes
+from bench_parts.section import Options, Section, files_nbytes, measure, need_packages
+from streamload.bench.processes import MeasurementError, call, system_nbytes
 from streamload.core.units import format_bytes, parse_bytes
 
 _JOB = "bench_parts.diffusers_jobs:images"
@@ -67,15 +67,14 @@ def _measure(section: Section, options: Options, folder: Path, name: str, budget
     raw: dict[str, Any] = {"way": name, "budget": budget}
     before = system_nbytes()
     try:
-        with Child(job, timeout_s=_TIMEOUT_S, sample_s=0.02) as child:
-            laps = [child.lap()[0] for _ in range(options.runs + 1)][1:]
-            peak = child.peak
+        done = measure(job, laps=options.runs + 1, sample_s=0.02, timeout_s=_TIMEOUT_S)
     except MeasurementError as error:
         section.rows.append(row | {"problem": str(error)})
         section.raw.append(raw | {"problem": str(error)})
         if name == OURS:
             section.failures.append(f"{name} {row['budget']}: {error}")
         return
+    laps, peak = done.laps[1:], done.peak
     seconds, last = median(lap["seconds"] for lap in laps), laps[-1]
     raw |= {"laps": laps, "seconds": seconds, "host_nbytes": peak.anon_nbytes - last["base_nbytes"]}
     raw |= {"device_nbytes": last.get("device_nbytes", 0)}

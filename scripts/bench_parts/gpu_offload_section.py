@@ -12,13 +12,15 @@ from bench_parts.section import (
     Section,
     checkpoint,
     files_nbytes,
+    measure,
     need_disk,
     need_packages,
     read_all,
 )
 from streamload import convert
-from streamload.bench.offloading import PassOptions, measure
-from streamload.bench.processes import Child, MeasurementError, call
+from streamload.bench.offloading import PassOptions
+from streamload.bench.offloading import measure as measure_passes
+from streamload.bench.processes import MeasurementError, call
 from streamload.core.units import format_bytes
 
 _PASSES = 15  # pages are locked during the first ones
@@ -79,7 +81,7 @@ def _passes(
         runs=_PASSES,
         say=options.say,
     )
-    found = measure(asked)
+    found = measure_passes(asked)
     section.raw.append(found.to_json())
     (point,) = found.points
     section.failures += filter(None, [point.problem])
@@ -112,8 +114,7 @@ def _mixture(section: Section, options: Options) -> None:
         )
         options.say(f"mixture, {format_bytes(budget) if budget else 'resident'}")
         try:
-            with Child(job, timeout_s=300.0) as child:
-                laps = [child.lap()[0] for _ in range(_LAPS + 1)]
+            laps = measure(job, laps=_LAPS + 1, timeout_s=300.0).laps
         except MeasurementError as error:
             section.failures.append(str(error))
             continue

@@ -16,10 +16,10 @@ from typing import Any
 from make_checkpoint import many_of_size, shape_of_size
 
 from bench_parts.compared import TIMEOUT_S, add, compared, need, peer_targets, runs_of
-from bench_parts.section import NotHereError, Options, Section, checkpoint
+from bench_parts.section import NotHereError, Options, Section, checkpoint, measure
 from streamload.bench.compare import resolve
 from streamload.bench.loaders import LOADERS, OURS
-from streamload.bench.processes import MeasurementError, call, measure
+from streamload.bench.processes import MeasurementError, call
 from streamload.bench.results import Comparison
 from streamload.core.dtypes import parse_dtype
 from streamload.core.units import format_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from make_checkpoint import Shape, make_checkpoint, shape_of_size
 
 from streamload.bench import compare
 from streamload.bench.machine import installed_version
-from streamload.bench.processes import Measured, command
+from streamload.bench.processes import SAMPLE_S, Child, Memory, command
 from streamload.core.dtypes import BF16
 from streamload.core.memory import available_host_nbytes
 from streamload.core.units import format_bytes
@@ -102,6 +103,36 @@ class Options:
     sites: Mapping[str, str] = field(default_factory=dict)
     # where the sections gpu-... and diffusers leave their checkpoints for the next time, or None
     keep: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The figures of a child process from its start to its end."""
+
+    laps: tuple[dict[str, Any], ...]  # the answers of laps: "seconds", "cpu_s", and more
+    cpu_s: float  # user and system seconds, with children that it waited for
+    peak: Memory
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The answer of the first lap."""
+        return self.laps[0]
+
+
+def measure(
+    job: Mapping[str, Any], *, laps: int = 1, sample_s: float = SAMPLE_S, timeout_s: float = 1800.0
+) -> Measured:
+    """Run a job in a child process to its end, and return its figures; raises MeasurementError."""
+    used = _children_s()
+    with Child(job, timeout_s=timeout_s, sample_s=sample_s) as child:
+        answers = tuple(child.lap()[0] for _ in range(laps))
+    return Measured(answers, _children_s() - used, child.peak)
+
+
+def _children_s() -> float:
+    """CPU seconds of the child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from bench_parts.jobs import WAYS
 from bench_parts.section import (
     FILES,
     SMALL_NBYTES,
+    Measured,
     NotHereError,
     Options,
     Section,
@@ -28,12 +29,13 @@ from bench_parts.section import (
     files_nbytes,
     in_box,
     in_turns,
+    measure,
     need_disk,
     need_memory,
     read_all,
 )
 from streamload.bench.loaders import OURS
-from streamload.bench.processes import Measured, call, command, measure
+from streamload.bench.processes import call, command
 from streamload.core.dtypes import BF16
 from streamload.core.units import format_bytes
 
@@ -226,7 +228,7 @@ def convert(options: Options) -> Section:
             shutil.rmtree(out, ignore_errors=True)
 
     with checkpoint(options, SMALL_NBYTES) as path:
-        base = {way: run(path, way, sample_s=SAMPLE_S).peak_nbytes for way in ways}
+        base = {way: run(path, way, sample_s=SAMPLE_S).peak.anon_nbytes for way in ways}
     with checkpoint(options, options.nbytes) as path:
         jobs = {f"convert by {way}": partial(run, path, way) for way in ways}
         found = in_turns(options, "convert", path, jobs)
@@ -235,7 +237,7 @@ def convert(options: Options) -> Section:
             seconds = [m.first["seconds"] for m in runs]
             times[way] = median(seconds)
             read_all(path)
-            peak_nbytes = run(path, way, sample_s=SAMPLE_S).peak_nbytes
+            peak_nbytes = run(path, way, sample_s=SAMPLE_S).peak.anon_nbytes
             section.rows.append(
                 {
                     "what": name,

@@ -9,6 +9,7 @@ from boxes import Boxes
 
 from bench_parts.section import (
     SMALL_NBYTES,
+    Measured,
     NotHereError,
     Options,
     Section,
@@ -16,12 +17,13 @@ from bench_parts.section import (
     checkpoint,
     forget,
     in_box,
+    measure,
     need_memory,
     read_all,
 )
 from bench_parts.sections import SAMPLE_S
 from bench_parts.torch_jobs import WAYS, Way
-from streamload.bench.processes import Measured, MeasurementError, call, command, measure
+from streamload.bench.processes import MeasurementError, call, command
 from streamload.core.units import format_bytes
 from streamload.devices.probing import probe
 
@@ -107,7 +109,7 @@ def _peaks(
                 {
                     "what": name,
                     "weights": way.dtype,
-                    "anon": format_bytes(done.peak_nbytes),
+                    "anon": format_bytes(done.peak.anon_nbytes),
                     "RSS": format_bytes(rss_nbytes),
                     "x": round((rss_nbytes - tiny[name]) / options.nbytes, 2),
                     "RSS, used": format_bytes(done.first["rss_used_nbytes"]),

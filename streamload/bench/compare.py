@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 
 from streamload.bench import machine
 from streamload.bench.loaders import LOADERS, OURS, Loader
-from streamload.bench.processes import Child, DriverMeter, MeasurementError, call
+from streamload.bench.processes import Child, MeasurementError, call, device_meter
 from streamload.bench.results import Comparison, Limit, Of, Run
-from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
 from streamload.core.memory_rate import UNNAMED, keep_rate
 from streamload.devices.names import environment_device, installed, spelled_as, split_name
 from streamload.devices.probing import probe
@@ -27,10 +26,15 @@ from streamload.files.page_cache import resident_fraction
 
 _RESIDENT = 0.99  # a file with this share in the page cache counts as cached
 _READ_NBYTES = 2**23  # of each read that warms the page cache
-_SLOW = 4.0  # a loader that takes this many times as long as streamload runs fewer rounds
-
 #: Devices to try, in this order, if none is named.
 _DEFAULT_DEVICES = ("cuda:0", "CL", "cpu", "CPU", "host")
+_LIMITS = {
+    "cached": "reading the page cache",
+    "direct": "reading by O_DIRECT",
+    "copy": "copying from pinned memory",
+}
+#: By name, how to start the process of a measurement, and how to measure in it.
+Measures = Mapping[str, tuple[Callable[[], Child], Callable[[Child], None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +52,8 @@ class Options:
     cores: int = 0  # CPUs of each process; 0 for all
     # folders that come first on a loader's import path, by its name
     sites: Mapping[str, str] = field(default_factory=dict)
-    # more loaders: streamload with other "dtype", "budget" or "options", by a name
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    again: int | None = None  # rounds in which warm processes load a second time; None for all
-    # rounds for a loader that takes more than four times as long as streamload; None for all
-    least_runs: int | None = None
-    together: bool = False  # start the processes of a round in parallel: faster on many cores
     limits: bool = True  # measure the machine's limits
     seconds: float | None = None  # start no round, besides the first, after this time
-    # more arguments of streamload's `load_state_dict`
-    options: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None  # called with each step, in words
 
 
@@ -98,8 +94,11 @@ class _NotColdError(Exception):
     """Files cannot be dropped from the page cache; the message is the reason."""
 
 
-#: The function that brings files into each state of the page cache.
-STATES: Mapping[str, Callable[[Sequence[Path]], str]] = {"warm": warm, "cold": forget}
+#: The function that brings files into each state of the page cache, and the limit of reading then.
+STATES: Mapping[str, tuple[Callable[[Sequence[Path]], str], str]] = {
+    "warm": (warm, "cached"),
+    "cold": (forget, "direct"),
+}
 
 
 # --- comparing ------------------------------------------------------------------------------------
@@ -124,73 +123,66 @@ def cuda_index(device: str) -> int | None:
 
 def choose(options: Options, framework: str, device: str) -> dict[str, Loader]:
     """Return the loaders to compare by name, streamload first; ValueError for an invalid name."""
-    ours = dict.fromkeys((OURS, *options.variants), LOADERS[OURS])
-    if options.peers is None:
-        return ours | {n: one for n, one in LOADERS.items() if one.takes(framework, device)}
-    for name in options.peers:
+    takes = {name: one for name, one in LOADERS.items() if one.takes(framework, device)}
+    for name in options.peers or ():
         if name not in LOADERS:
             raise ValueError(f"no loader {name!r}; there are {', '.join(LOADERS)}")
-        if not LOADERS[name].takes(framework, device):
+        if name not in takes:
             raise ValueError(f"{name} does not load to {device} of {framework}")
-    return ours | {name: LOADERS[name] for name in options.peers}
+    named = takes if options.peers is None else options.peers
+    return {name: LOADERS[name] for name in (OURS, *named)}
 
 
 def compare(options: Options) -> Comparison:
     """Measure all loaders, and return their figures."""
-    for state in options.states:
-        if state not in STATES:
-            raise ValueError(f"no state {state!r} of the page cache; there are {', '.join(STATES)}")
-    if options.runs < 1:
-        raise ValueError(f"runs is at least 1, not {options.runs}")
-    checkpoint = open_checkpoint(options.path)
-    framework, device = resolve(options.device)
-    chosen = choose(options, framework, device)
-    for name in options.sites:
-        if name not in chosen:
-            raise ValueError(f"a folder for {name!r}, which is not compared")
-    return _Comparing(options, checkpoint, framework, device, chosen).run()
+    return Comparing(options).run()
 
 
-@dataclass
-class _Comparing:
-    """A running comparison: starts the processes that measure, and collects their figures."""
+class Comparing:
+    """A comparison: starts the processes that measure, and collects their figures."""
 
-    options: Options
-    checkpoint: Checkpoint
-    framework: str
-    device: str  # as the framework names it
-    chosen: Mapping[str, Loader]  # the loaders to compare, by name
-
-    def __post_init__(self) -> None:
-        options, checkpoint = self.options, self.checkpoint
+    def __init__(self, options: Options) -> None:
+        for state in options.states:
+            if state not in STATES:
+                known = ", ".join(STATES)
+                raise ValueError(f"no state {state!r} of the page cache; there are {known}")
+        if options.runs < 1:
+            raise ValueError(f"runs is at least 1, not {options.runs}")
+        checkpoint = open_checkpoint(options.path)
+        self._options = options
+        self._framework, self._device = resolve(options.device)
+        self._chosen = self._choose()
+        for name in options.sites:
+            if name not in self._chosen:
+                raise ValueError(f"a folder for {name!r}, which is not compared")
         self._files = [h.path for h in checkpoint.shards if isinstance(h.path, Path)]
         if len(self._files) < len(checkpoint.shards):
             raise CheckpointError(checkpoint.path, "loaders are measured on files, not URLs")
-        self._index = cuda_index(self.device)
-        self._meter: DriverMeter | None = None
         self._ways: dict[str, dict[str, int]] = {}  # the fastest threads and blocks of a limit
         self.found = Comparison(
             path=str(checkpoint.path),
             nbytes=checkpoint.nbytes,
             files=len(checkpoint.shards),
             tensors=len(checkpoint.tensors),
-            device=self.device,
+            device=self._device,
             dtype=options.dtype,
             cores=options.cores,
             machine=machine.facts(),
-            loaders={name: Of(name, loader.what) for name, loader in self.chosen.items()},
+            loaders={name: Of(name, loader.what) for name, loader in self._chosen.items()},
         )
+        self._index = cuda_index(self._device)
+        self._used_nbytes: Callable[[], int] | None = None
         if self._index is not None:
             try:
-                self._meter = DriverMeter(self._index)
+                self._used_nbytes = device_meter(self._index)
             except DeviceError as error:
                 self.found.notes.append(f"memory of the device was not measured: {error}")
 
     def run(self) -> Comparison:
         """Measure all states of the page cache, and return the figures."""
-        if self.options.limits and not self.options.cores:
+        if self._options.limits and not self._options.cores:
             self._measure_memory()
-        for state in self.options.states:
+        for state in self._options.states:
             try:
                 self._state(state)
             except _NotColdError as error:
@@ -201,97 +193,74 @@ class _Comparing:
                 self.found.notes.append(f"{state}: ended by Ctrl-C")
                 break
         self.found.loaders = {n: of for n, of in self.found.loaders.items() if of.runs}
-        self.found.notes += self._unlike()
+        if self._device == "cpu" and self._options.dtype == "checkpoint":
+            self.found.notes += [
+                f"{name} only maps the files here: its tensors are views of the page cache, which "
+                "streamload reads into its own memory. The two differ: "
+                'load_state_dict(..., residence="mapped") maps, too'
+                for name in self.found.loaders
+                if self._chosen[name].maps
+            ]
         return self.found
 
-    def _unlike(self) -> list[str]:
-        """Return notes on loaders that only map files, while streamload reads them."""
-        mapped = self.options.options.get("residence", "memory") != "memory"
-        if mapped or self.device != "cpu" or self.options.dtype != "checkpoint":
-            return []
-        return [
-            f"{name} only maps the files here: its tensors are views of the page cache, which "
-            "streamload reads into its own memory. The two differ: "
-            'load_state_dict(..., residence="mapped") maps, too'
-            for name in self.found.loaders
-            if self.chosen[name].maps
-        ]
-
     def _state(self, state: str) -> None:
-        """Measure all rounds with files in one state of the page cache."""
-        options = self.options
-        begun = time.monotonic()
+        options, begun = self._options, time.monotonic()
         for number in range(options.runs):
             if number and options.seconds and time.monotonic() - begun > options.seconds:
                 self.found.notes.append(f"{state}: {number} rounds, no time for {options.runs}")
                 break
-            again = state == "warm" and (options.again is None or number < options.again)
-            self._round(state, f"{state}, round {number + 1} of {options.runs}", number, again)
+            where = f"{state}, round {number + 1} of {options.runs}"
+            measures = {}
+            for name in self._limits_of(state, where) if options.limits else ():
+                start = partial(self._limit_child, name, **self._ways.get(name, {}))
+                measures[f"limit: {name}"] = start, partial(self._take_limit, name, state)
+            for name in self._chosen:
+                if name not in self.found.skipped and self._is_due(name, state, number):
+                    take = partial(self._take_load, name, state, self._repeats(state, number))
+                    measures[name] = partial(self._load_child, name), take
+            self._measure(where, measures)
 
-    def _round(self, state: str, where: str, number: int, again: bool) -> None:
-        """Measure each limit and loader in round ``number``; ``again``: each loads once more."""
-        measures: dict[str, tuple[Callable[[], Child], Callable[[Child], None]]] = {}
-        if self.options.limits:
-            for name in self._limits_of(state, where):
-                measures[f"limit: {name}"] = (
-                    partial(self._limit_child, name, **self._ways.get(name, {})),
-                    partial(self._take_limit, name, state),
-                )
-        for name in self.chosen:
-            if self._is_due(name, state, number):
-                measures[name] = (
-                    partial(self._load_child, name),
-                    partial(self._take_load, name, state, again),
-                )
-        with ExitStack() as stack:
-            children: dict[str, Child] = {}
-            if self.options.together:
-                for name, (start, _) in measures.items():
-                    children[name] = stack.enter_context(start())
-                for child in children.values():
-                    with suppress(MeasurementError):  # raised again by its lap
-                        child.ready()
-            for name, (start, take) in measures.items():
-                self.options.say(f"{where}: {name}")
-                try:
-                    with children.get(name) or start() as child:
-                        take(child)
-                except MeasurementError as error:
-                    self.found.skipped[name] = str(error)
+    def _measure(self, where: str, measures: Measures) -> None:
+        for name, (start, take) in measures.items():
+            self._options.say(f"{where}: {name}")
+            try:
+                with start() as child:
+                    take(child)
+            except MeasurementError as error:
+                self.found.skipped[name] = str(error)
+
+    # what comparisons by developers change
+
+    def _choose(self) -> dict[str, Loader]:
+        return choose(self._options, self._framework, self._device)
 
     def _is_due(self, name: str, state: str, number: int) -> bool:
-        """Return whether a loader runs in a round, counted from 0; slow loaders run in fewer."""
-        options = self.options
-        if name in self.found.skipped:
-            return False
-        named = options.peers is not None and name in options.peers
-        if not named and state not in self.chosen[name].states:
-            return False
-        if options.least_runs is None or number < options.least_runs:
-            return True
-        times = self.found.times(name, state)
-        return times is None or times < _SLOW
+        """Return whether a loader runs in a round, counted from 0."""
+        return name in (self._options.peers or ()) or state in self._chosen[name].states
 
-    def _load_child(self, name: str) -> Child:
-        """Start the process of a loader."""
-        options = self.options
-        task = {
+    def _repeats(self, state: str, number: int) -> bool:
+        """Return whether the processes of a round load a second time."""
+        return state == "warm"
+
+    def _task(self, name: str) -> dict[str, Any]:
+        return {
+            "loader": name,
             "path": self.found.path,
             "files": [str(file) for file in self._files],
-            "framework": self.framework,
-            "device": self.device,
-            "dtype": options.dtype,
-            "budget": options.budget,
-            "options": dict(options.options),
-            **options.variants.get(name, {}),
+            "framework": self._framework,
+            "device": self._device,
+            "dtype": self._options.dtype,
+            "budget": self._options.budget,
         }
-        loader = OURS if name in options.variants else name
-        job = {"kind": "load", "loader": loader, "task": task}
-        site = options.sites.get(name)
+
+    # loaders and limits
+
+    def _load_child(self, name: str) -> Child:
+        site = self._options.sites.get(name)
+        job = call("streamload.bench.loaders:Load", **self._task(name))
         return self._child(job, (site,) if site else ())
 
     def _take_load(self, name: str, state: str, again: bool, child: Child) -> None:
-        """Add the figures of a load in a loader's process; ``again``: also of repeated loads."""
         ready = child.ready()
         self._prepare(state)
         answer, memory = child.lap()
@@ -307,7 +276,7 @@ class _Comparing:
 
     def _prepare(self, state: str) -> None:
         """Cache the files ("warm") or drop them ("cold"); raise _NotColdError if impossible."""
-        problem = STATES[state](self._files)
+        problem = STATES[state][0](self._files)
         if problem and state == "cold":
             raise _NotColdError(problem)
         note = f"{state}: {problem}"
@@ -316,9 +285,9 @@ class _Comparing:
 
     def _limits_of(self, state: str, where: str) -> list[str]:
         """Return names of limits, after tuning threads and blocks; ``where``: starts messages."""
-        name = {"warm": "cached", "cold": "direct"}[state]
+        name = STATES[state][1]
         if name not in self._ways and f"limit: {name}" not in self.found.skipped:
-            self.options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
+            self._options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
             self._prepare(state)
             try:
                 with self._limit_child(name) as child:
@@ -330,14 +299,12 @@ class _Comparing:
         return [name for name in names if f"limit: {name}" not in self.found.skipped]
 
     def _limit_child(self, name: str, **more: Any) -> Child:
-        """Start the process that measures a limit; ``more``: the threads and blocks to use."""
         how: dict[str, Any] = {"index": self._index}
         if name != "copy":
             how = {"paths": list(map(str, self._files)), "direct": name == "direct", **more}
         return self._child(call("streamload.bench.limits:limit", **how))
 
     def _take_limit(self, name: str, state: str, child: Child) -> None:
-        """Measure a limit in its process, and add the rate."""
         child.ready()
         self._prepare(state)
         rate = child.lap()[0]
@@ -347,32 +314,23 @@ class _Comparing:
 
     def _measure_memory(self) -> None:
         """Measure the rate of the device's memory, and keep it for plans."""
-        self.options.say(f"memory of {self.device}")
-        how = {"owner": self.framework, "device": self.device, "index": self._index}
+        self._options.say(f"memory of {self._device}")
+        how = {"owner": self._framework, "device": self._device, "index": self._index}
         try:
             with self._child(call("streamload.bench.limits:memory", **how)) as child:
-                child.ready()
                 rate = child.lap()[0]
         except MeasurementError as error:
             self.found.skipped["limit: memory"] = str(error)
             return
         measured = rate["nbytes"] / 1e9 / rate["seconds"]
         self.found.memory = Limit(rate["how"], [measured])
-        for name in (self.device, UNNAMED)[: 1 if self.options.device else 2]:
+        for name in (self._device, UNNAMED)[: 1 if self._options.device else 2]:
             keep_rate(name, measured)
 
     def _child(self, job: Mapping[str, Any], sites: Sequence[str] = ()) -> Child:
-        """Start a process for ``job``; ``sites``: folders that come first on its import path."""
         return Child(
-            {**job, "cores": self.options.cores},
-            timeout_s=self.options.timeout_s,
+            {**job, "cores": self._options.cores},
+            timeout_s=self._options.timeout_s,
             sites=sites,
-            device_nbytes=self._meter.used_nbytes if self._meter else None,
+            device_nbytes=self._used_nbytes,
         )
-
-
-_LIMITS = {
-    "cached": "reading the page cache",
-    "direct": "reading by O_DIRECT",
-    "copy": "copying from pinned memory",
-}

@@ -115,8 +115,7 @@ def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
 
     Each try reads other blocks, since those just read may be in a cache of the disk.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cpus = available_cpus()
     counts = _DIRECT_THREADS if direct else sorted({n for n in (cpus, 8, 12) if n <= cpus})
     blocks, seconds = (_DIRECT_BLOCKS, 0.8) if direct else (_CACHED_BLOCKS, _WINDOW_S)
     rates: list[Rate] = []
@@ -134,28 +133,25 @@ def copy(index: int) -> Rate:
 
 
 def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
-    """Measure copies to device memory, from pinned slots that are copied in parallel."""
+    targets = itertools.cycle(range(address, address + _TARGET_NBYTES, slot_nbytes))
     with ExitStack() as stack:
         slots: list[PinnedStaging] = []
         for _ in range(_RING_NBYTES // slot_nbytes):
             slots.append(stack.enter_context(closing(PinnedStaging(context, slot_nbytes))))
-        targets = itertools.cycle(range(address, address + _TARGET_NBYTES, slot_nbytes))
-        moved = 0
 
-        def once() -> None:
+        def once(copies: bool = True) -> None:  # each slot waits for its own copy alone
             for slot in slots:
                 slot.event.wait()
-                context.copy(slot, 0, slot_nbytes, next(targets))
+                if copies:
+                    context.copy(slot, 0, slot_nbytes, next(targets))
 
         once()  # the first use of a stream is slower
-        for slot in slots:
-            slot.event.wait()
-        begun = time.perf_counter()
+        once(copies=False)
+        moved, begun = 0, time.perf_counter()
         while time.perf_counter() - begun < _WINDOW_S:
             once()
             moved += _RING_NBYTES
-        for slot in slots:
-            slot.event.wait()
+        once(copies=False)
         took = time.perf_counter() - begun
     how = f"{len(slots)} pinned slots of {slot_nbytes // _MIB} MiB"
     return Rate(moved, took, how, 1, slot_nbytes)
@@ -175,7 +171,6 @@ def memory(owner: str, device: str, index: int | None) -> Callable[[], dict[str,
 
 
 def _device_memory(index: int) -> Rate:
-    """Return the best rate of copies from one half of 512 MiB of device memory to the other."""
     context = open_context(index)
     half = _TARGET_NBYTES // 2
     with closing(DeviceMemory(context, _TARGET_NBYTES)) as memory, context.current():
@@ -208,7 +203,6 @@ def _host_memory() -> Rate:
 
 
 def _least_s(once: Callable[[], Iterable[object]]) -> float:
-    """Return the least seconds of a call and all its results, over the calls of a window."""
     seconds: list[float] = []
     until = time.perf_counter() + _WINDOW_S
     while not seconds or time.perf_counter() < until:

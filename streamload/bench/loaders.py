@@ -1,22 +1,31 @@
-"""The loaders to compare, each called as its documentation recommends.
+"""The loaders to compare, each called as its documentation recommends, and the job of a load.
 
 They run in the child process of a measurement, which compares some of their tensors with the files.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
+import json
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+from streamload.bench.machine import installed_version
+from streamload.checkpoint.open import open_checkpoint
 from streamload.core.dtypes import parse_dtype
 
 _PAGE = 4096
 CHECKED_TENSORS = 32  # most tensors to compare with the files
-CHECKED_NBYTES = 2**25  # most bytes of a tensor to compare
+_CHECKED_NBYTES = 2**25  # most bytes of a tensor to compare
+_FEW = 64  # elements of each tensor that is loaded before the measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +39,6 @@ class Task:
     dtype: str = "checkpoint"  # the dtype to cast all floats to
     budget: str | int | None = None  # streamload's budget on the device
     options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of streamload
-
-    @property
-    def full_device(self) -> str:
-        """The device's name for streamload, with its framework: "torch:cpu"."""
-        return self.device if self.framework == "host" else f"{self.framework}:{self.device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +71,18 @@ class _Torch(Runtime):
         import torch
 
         torch.ones(1, device=device).add_(1)
-        self._synchronize(device)
-
-    def _synchronize(self, device: str) -> None:
-        import torch
-
-        kind = device.partition(":")[0]
-        if kind in ("cuda", "xpu"):
-            getattr(torch, kind).synchronize(device)
-        elif kind != "cpu":
-            getattr(torch, kind).synchronize()
+        self.finish({}, device)
 
     def finish(self, tensors: Mapping[str, Any], device: str) -> None:
         import torch
 
-        self._synchronize(device)
-        if device.partition(":")[0] == "cpu":
-            # views on a mapped file: read a byte of each page
-            for tensor in tensors.values():
-                if tensor.numel():
-                    tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
+        kind = device.partition(":")[0]
+        if kind != "cpu":
+            getattr(torch, kind).synchronize(*[device] * (kind in ("cuda", "xpu")))
+            return
+        for tensor in tensors.values():  # views on a mapped file: read a byte of each page
+            if tensor.numel():
+                tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
 
     def bytes_of(self, tensor: Any) -> bytes:
         import torch
@@ -147,7 +143,6 @@ RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "hos
 
 
 def _to(dtype: str) -> Callable[[Any], Any]:
-    """Return a function that casts torch tensors of floats to a dtype, and keeps all others."""
     if dtype == "checkpoint":
         return lambda tensor: tensor
     import torch
@@ -159,10 +154,11 @@ def _to(dtype: str) -> Callable[[Any], Any]:
 def _streamload(task: Task) -> Loaded:
     from streamload.loading.load import load_state_dict
 
+    to = task.device if task.framework == "host" else f"{task.framework}:{task.device}"
     report = load_state_dict(
         None,
         task.path,
-        device=task.full_device,
+        device=to,
         dtype=task.dtype,
         budget=task.budget,
         progress=False,
@@ -256,25 +252,20 @@ def _runai(task: Task) -> _Pairs:
         yield from streamer.get_tensors()
 
 
-def _instanttensor(buffered: bool) -> Callable[[Task], Loaded]:
-    """Return a loader by instanttensor: by the page cache if ``buffered``, else by its default."""
-
-    def load(task: Task) -> Loaded:
-        module = importlib.import_module("instanttensor")
-        backend = module.BackendPolicy.BUFFERED if buffered else None
-        to = _to(task.dtype)
-        with module.safe_open(
-            list(task.files), framework="pt", device=task.device, backend=backend
-        ) as opened:
-            tensors = {name: to(tensor) for name, tensor in opened.tensors()}
-        says = {
-            "backend": opened.backend.name,
-            "staging_nbytes": opened.chunk_size * opened.io_depth,
-            "ring_nbytes": opened.buffer_size,
-        }
-        return Loaded(tensors, says)
-
-    return load
+def _instanttensor(buffered: bool, task: Task) -> Loaded:
+    module = importlib.import_module("instanttensor")
+    backend = module.BackendPolicy.BUFFERED if buffered else None
+    to = _to(task.dtype)
+    with module.safe_open(
+        list(task.files), framework="pt", device=task.device, backend=backend
+    ) as opened:
+        tensors = {name: to(tensor) for name, tensor in opened.tensors()}
+    says = {
+        "backend": opened.backend.name,
+        "staging_nbytes": opened.chunk_size * opened.io_depth,
+        "ring_nbytes": opened.buffer_size,
+    }
+    return Loaded(tensors, says)
 
 
 def _tinygrad(task: Task) -> Loaded:
@@ -299,10 +290,7 @@ def _tinygrad(task: Task) -> Loaded:
 
 
 def _numpy(task: Task) -> Loaded:
-    """Load by ``numpy.fromfile``, each tensor into its own array: a baseline without a loader."""
     import numpy as np
-
-    from streamload.checkpoint.open import open_checkpoint
 
     tensors: dict[str, Any] = {}
     for name, info in open_checkpoint(task.path).tensors.items():
@@ -314,7 +302,6 @@ def _numpy(task: Task) -> Loaded:
 
 
 def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Replace floating arrays in the dict by copies in ``dtype``, and return the dict."""
     if dtype == "checkpoint":
         return tensors
     wanted = parse_dtype(dtype).numpy
@@ -351,17 +338,13 @@ class Loader:
 OURS = "streamload"
 LOADERS: dict[str, Loader] = {
     OURS: Loader(
-        _streamload,
-        "streamload",
-        "",
-        ("torch", "tinygrad", "host"),
-        modules=("streamload.loading.load",),
+        _streamload, OURS, "", ("torch", "tinygrad", "host"), ("streamload.loading.load",)
     ),
     "safetensors": Loader(
         _safetensors, "safetensors", "load_file", modules=("safetensors.torch",), maps=True
     ),
     "safetensors-numpy": Loader(
-        _safetensors_numpy, "safetensors", "load_file", ("host",), modules=("safetensors.numpy",)
+        _safetensors_numpy, "safetensors", "load_file", ("host",), ("safetensors.numpy",)
     ),
     "safetensors-prefetch": Loader(
         _safetensors_prefetch,
@@ -373,26 +356,23 @@ LOADERS: dict[str, Loader] = {
     "fastsafetensors": Loader(_fastsafetensors, "fastsafetensors", "fastsafe_open"),
     "runai": Loader(_runai, "runai-model-streamer", "SafetensorsStreamer"),
     "instanttensor": Loader(
-        _instanttensor(buffered=True),
+        partial(_instanttensor, True),
         "instanttensor",
         "safe_open, BackendPolicy.BUFFERED",
         cuda_only=True,
     ),
     "instanttensor-direct": Loader(
-        _instanttensor(buffered=False),
+        partial(_instanttensor, False),
         "instanttensor",
         "safe_open, its default backend",
         cuda_only=True,
         states=("cold",),  # it never reads the page cache
     ),
     "tinygrad": Loader(
-        _tinygrad,
-        "tinygrad",
-        "safe_load, nn.state.load_state_dict",
-        ("tinygrad",),
-        modules=("tinygrad.nn.state",),
+        *(_tinygrad, "tinygrad", "safe_load, nn.state.load_state_dict"),
+        *(("tinygrad",), ("tinygrad.nn.state",)),
     ),
-    "numpy": Loader(_numpy, "numpy", "fromfile", ("host",), modules=("numpy", "ml_dtypes")),
+    "numpy": Loader(_numpy, "numpy", "fromfile", ("host",), ("numpy", "ml_dtypes")),
 }
 
 
@@ -400,3 +380,79 @@ def sample(names: Sequence[str]) -> Iterator[str]:
     """Yield at most `CHECKED_TENSORS` of the names, evenly spread, to compare with the files."""
     count = min(len(names), CHECKED_TENSORS)
     return (names[i * (len(names) - 1) // max(count - 1, 1)] for i in range(count))
+
+
+class Load:
+    """A job that measures loads by a loader; each load frees the tensors of the last.
+
+    Imports, and a load of a few values, come before the first lap.
+    """
+
+    def __init__(self, loader: str, **task: Any) -> None:
+        self._loader, self._task = LOADERS[loader], Task(**task)
+        self._runtime = RUNTIMES[self._task.framework]
+        self._loaded: Loaded | None = None
+        begun = time.perf_counter()
+        for name in self._loader.imports:
+            importlib.import_module(name)
+        imported = time.perf_counter()
+        package = self._loader.package
+        version = getattr(sys.modules.get(package.replace("-", "_")), "__version__", "")
+        self._runtime.open(self._task.device)
+        with suppress(Exception):  # the lap raises it, too
+            self._load_little()
+        self.ready = {
+            "import_s": imported - begun,
+            "open_s": time.perf_counter() - imported,
+            "versions": {package: installed_version(package) or version},
+        }
+
+    def _load_little(self) -> None:
+        """Load a few values of each dtype, so that no lap imports, probes or compiles.
+
+        Else caches of earlier processes would decide the comparison.
+        """
+        infos = open_checkpoint(self._task.path).tensors.values()
+        header: dict[str, Any] = {}
+        stop = 0
+        for dtype in dict.fromkeys(info.dtype for info in infos):
+            start, stop = stop, stop + dtype.nbytes(_FEW)
+            offsets = [start, stop]
+            header[dtype.code] = {"dtype": dtype.code, "shape": [_FEW], "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "model.safetensors")
+            path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(stop))
+            task = replace(self._task, path=str(path), files=(str(path),))
+            self._runtime.finish(self._loader.load(task).tensors, task.device)
+
+    def __call__(self) -> dict[str, Any]:
+        """Load all; return the seconds of that alone, and what loader and framework report."""
+        self._loaded = None
+        gc.collect()
+        cpu, wall = time.process_time(), time.perf_counter()
+        loaded = self._loader.load(self._task)
+        self._runtime.finish(loaded.tensors, self._task.device)
+        seconds, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        self._loaded = loaded
+        says = loaded.says | self._runtime.says(self._task.device)
+        return {"seconds": seconds, "cpu_s": cpu_s, "tensors": len(loaded.tensors), "says": says}
+
+    def check(self) -> dict[str, int]:
+        """Compare tensors with the files; return how many, or raise ValueError."""
+        assert self._loaded is not None
+        infos, tensors = open_checkpoint(self._task.path).tensors, self._loaded.tensors
+        if set(tensors) != set(infos):
+            raise ValueError(f"loaded {len(tensors)} tensors of {len(infos)}")
+        checked = 0
+        for name in sample([*infos]):
+            info = infos[name]
+            kept = self._task.dtype in ("checkpoint", info.dtype.name) or info.dtype.kind != "float"
+            if not kept or info.nbytes > _CHECKED_NBYTES:
+                continue
+            with open(info.shard, "rb") as file:
+                file.seek(info.start)
+                if file.read(info.nbytes) != self._runtime.bytes_of(tensors[name]):
+                    raise ValueError(f"{name} differs from the file")
+            checked += 1
+        return {"checked": checked}

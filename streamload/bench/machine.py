@@ -10,15 +10,9 @@ from pathlib import Path
 from streamload.core.system import file_text
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-PACKAGES = (
-    "llvmlite",
-    "ml_dtypes",
-    "numpy",
-    "tinygrad",
-    "safetensors",
-    "torch",
-    "transformers",
-    "accelerate",
+_PACKAGES = (
+    *("llvmlite", "ml_dtypes", "numpy", "tinygrad", "safetensors"),
+    *("torch", "transformers", "accelerate"),
 )
 
 
@@ -35,7 +29,7 @@ def facts() -> dict[str, str]:
         "of shared memory": file_text(_HUGE_PAGES / "shmem_enabled").strip(),
         "CUDA driver": file_text(Path("/proc/driver/nvidia/version")).partition("\n")[0],
         "Python": platform.python_version(),
-        **{name: installed_version(name) for name in PACKAGES},
+        **{name: installed_version(name) for name in _PACKAGES},
         "OpenCL drivers": ", ".join(p.stem for p in Path("/etc/OpenCL/vendors").glob("*.icd")),
     }
 
@@ -49,6 +43,5 @@ def installed_version(package: str) -> str:
 
 
 def _field(path: str, name: str) -> str:
-    """Return the value of the first line "name: value" in a file; "" if there is none."""
     pairs = (line.partition(":") for line in file_text(Path(path)).splitlines())
     return next((value.strip() for key, _, value in pairs if key.strip() == name), "")

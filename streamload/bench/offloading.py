@@ -16,19 +16,12 @@ from streamload.core.chart import Bars, draw
 from streamload.core.units import format_bytes, format_table, parse_bytes
 from streamload.errors import PlanInfeasibleError
 from streamload.offloading.offload import plan_offload
-from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import ENDLESS_NBYTES
 
 _POINTS = 8  # number of budgets, if none are given
 OURS = "streamload"
-_MODULE = "streamload.bench.passes"
-#: Other libraries that run a model larger than the device: the function of a pass, and arguments.
-PEERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "accelerate": ("accelerate_passes", {}),
-    "diffusers": ("group_passes", {}),
-    "diffusers, low memory": ("group_passes", {"low_memory": True}),
-    "AirLLM": ("layered_passes", {}),
-}
+#: Other libraries that run a model larger than the device, in `streamload.bench.passes`.
+PEERS = ("accelerate", "diffusers", "diffusers, low memory", "AirLLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +33,7 @@ class PassOptions:
     budgets: Sequence[str] = ()  # sizes; none: eight from the least that works to all
     tokens: int = 128  # tokens of a pass
     runs: int = 5  # passes of each process, after one that is not counted
-    peers: Sequence[str] = ()  # names in `PEERS`
-    peer_budget: str | None = None  # device memory of peers; None: the second least budget
+    peers: Sequence[str] = ()  # names in `PEERS`, which get the second least budget
     dtype: str = "checkpoint"  # the dtype to cast all floats to
     stay: Sequence[str] = ()  # as in `streamload.offload`
     layers: Sequence[str] = ()  # as in `streamload.offload`
@@ -107,15 +99,12 @@ class OffloadBench:
 
     def svg(self) -> str:
         """Return a bar chart of the seconds a pass, as SVG text."""
-        rows = [
-            Bars(
-                f"{point.name if point.name != OURS else ''} {_size(point.budget_nbytes)}".strip(),
-                (median(point.seconds),),
-                ours=point.name == OURS,
-            )
-            for point in self.points
-            if point.seconds
-        ]
+        rows = []
+        for point in self.points:
+            if point.seconds:
+                own, size = point.name == OURS, _size(point.budget_nbytes)
+                name = size if own else f"{point.name} {size}"
+                rows.append(Bars(name, (median(point.seconds),), ours=own))
         subtitle = f"{self.path}, {self.tokens} tokens, {self.device}"
         return draw("Seconds a pass by budget", subtitle, "s", ("seconds a pass",), rows)
 
@@ -125,7 +114,6 @@ class OffloadBench:
 
 
 def _size(nbytes: int | None) -> str:
-    """Return a size in words; "-" if unknown."""
     return "-" if nbytes is None else format_bytes(nbytes)
 
 
@@ -136,17 +124,15 @@ def measure(options: PassOptions) -> OffloadBench:
     how |= {"stay": list(options.stay), "layers": list(options.layers), "host": options.host}
     sizes = [parse_bytes(budget) for budget in options.budgets] or _budgets(path, how)
     second = sizes[min(1, len(sizes) - 1)]
-    allowed = parse_bytes(options.peer_budget) if options.peer_budget else second
-    jobs: list[tuple[str, int | None, dict[str, Any]]]
-    jobs = [(OURS, n, call(f"{_MODULE}:passes", path=path, budget=n, **how)) for n in sizes]
-    for name in options.peers:
-        function, more = PEERS[name]
-        given = {"path": path, "device": device, "budget": allowed, "tokens": tokens, **more}
-        budget = allowed if name == "accelerate" else None
-        jobs.append((name, budget, call(f"{_MODULE}:{function}", **given)))
-    points = []
-    for name, budget, job in jobs:
-        points.append(_measured(name, budget, job, options.runs, options.timeout_s))
+    given = {"path": path, "device": device, "tokens": tokens}
+    asked = [(OURS, nbytes, how) for nbytes in sizes] + [(n, second, given) for n in options.peers]
+    points: list[Point] = []
+    for name, nbytes, arguments in asked:
+        function = f"streamload.bench.passes:{'passes' if name == OURS else 'peer_passes'}"
+        who = {} if name == OURS else {"peer": name}
+        job = call(function, **who, **{**arguments, "path": path, "budget": nbytes})
+        heeds = name in (OURS, "accelerate")
+        points.append(_measured(name, nbytes if heeds else None, job, options))
         options.say(points[-1].text)
     notes: list[str] = []
     with suppress(PlanInfeasibleError):  # the problem of its point
@@ -156,28 +142,21 @@ def measure(options: PassOptions) -> OffloadBench:
 
 def _budgets(path: str, given: Mapping[str, Any]) -> list[int]:
     """Return budgets in bytes, evenly spread from the least that works to one for all weights."""
-    whole: OffloadPlan = plan_offload(path, budget=ENDLESS_NBYTES, **given)
-    most, least = whole.needed_nbytes, 1
-    low, high = 0, most
-    while high - low > most // 1000:
-        middle = (low + high) // 2
-        try:
-            least = plan_offload(path, budget=max(middle, 1), **given).needed_nbytes
-            high = middle
-        except MemoryError:
-            low = middle
-    least = max(least, high)
+    most = least = plan_offload(path, budget=ENDLESS_NBYTES, **given).needed_nbytes
+    try:
+        plan_offload(path, budget=1, **given)
+    except PlanInfeasibleError as error:
+        least = error.needed_nbytes + most // 1000  # a load keeps a bit free
     step = (most - least) / (_POINTS - 1)
     return [int(least + step * at) for at in range(_POINTS - 1)] + [int(most * 1.01)]
 
 
 def _measured(
-    name: str, budget_nbytes: int | None, job: dict[str, Any], runs: int, timeout_s: float
+    name: str, budget_nbytes: int | None, job: Mapping[str, Any], options: PassOptions
 ) -> Point:
-    """Return the figures of passes in a child process: ``runs`` after one that is not counted."""
     try:
-        with Child(job, timeout_s=timeout_s) as child:
-            laps = [child.lap()[0] for _ in range(runs + 1)][1:]
+        with Child(job, timeout_s=options.timeout_s) as child:
+            laps = [child.lap()[0] for _ in range(options.runs + 1)][1:]
             host = child.peak.anon_nbytes
     except MeasurementError as error:
         return Point(name, budget_nbytes, problem=str(error))

@@ -1,6 +1,6 @@
 """Passes (forward calls) of a model larger than its device: jobs of `streamload.bench.offloading`.
 
-Each function loads a model and returns a function that runs a pass and returns figures of it.
+Each job loads a model and returns a function that runs a pass and returns figures of it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ def passes(path: str, device: str, budget: int, tokens: int, dtype: str, **how: 
     """Return a function that runs a pass of a streamload-offloaded model; ``how``: its options."""
     from streamload.transformers import from_pretrained
 
-    model = from_pretrained(
-        path,
-        device=device,
-        budget=budget,
-        dtype=dtype,
-        offload=True,
-        tokens=tokens,
-        progress=False,
-        **how,
-    )
+    asked: dict[str, Any] = {"device": device, "budget": budget, "dtype": dtype, "tokens": tokens}
+    model = from_pretrained(path, offload=True, progress=False, **asked, **how)
     report = model.streamload_offload.report
     return _lap(model, device, tokens, {"pass_nbytes": report.pass_nbytes})
 
 
-def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
-    """Return a function that runs a pass by accelerate, with weights beyond ``budget`` on disk."""
+def peer_passes(peer: str, path: str, device: str, budget: int, tokens: int) -> Lap:
+    """Return a function that runs a pass by another library; accelerate alone heeds ``budget``."""
+    if peer == "accelerate":
+        model = _by_accelerate(path, device, budget)
+    elif peer == "AirLLM":
+        model = _by_airllm(path, device)
+    else:
+        model = _by_diffusers(path, device, low_memory=peer.endswith("low memory"))
+    return _lap(model, device, tokens, {})
+
+
+def _by_accelerate(path: str, device: str, budget: int) -> Any:
+    """Load with the weights beyond ``budget`` on disk."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -42,14 +45,12 @@ def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
     room: dict[int | str, int] = {"cpu": budget}
     if device.startswith("cuda"):
         room = {torch.device(device).index or 0: budget, "cpu": 0}
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         path, dtype="auto", device_map="auto", max_memory=room, offload_folder=folder
     )
-    return _lap(model, device, tokens, {})
 
 
-def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: bool = False) -> Lap:
-    """Return a function that runs a pass with group offloading of diffusers, of any budget."""
+def _by_diffusers(path: str, device: str, low_memory: bool) -> Any:
     import torch
     from diffusers.hooks import apply_group_offloading
     from transformers import AutoModelForCausalLM
@@ -68,18 +69,17 @@ def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: b
         use_stream=True,
         low_cpu_mem_usage=low_memory,
     )
-    return _lap(model, device, tokens, {})
+    return model
 
 
-def layered_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
-    """Return a function that runs a pass by AirLLM, from a file per layer that it writes first."""
+def _by_airllm(path: str, device: str) -> Any:
+    """Load from a file per layer that AirLLM writes first."""
     from airllm import AutoModel
     from airllm.airllm_base import AirLLMBaseModel
 
     AirLLMBaseModel.get_tokenizer = lambda self, hf_token=None: None  # passes need none
     folder = tempfile.mkdtemp(prefix="streamload-bench-")
-    model = AutoModel.from_pretrained(path, device=device, layer_shards_saving_path=folder)
-    return _lap(model, device, tokens, {})
+    return AutoModel.from_pretrained(path, device=device, layer_shards_saving_path=folder)
 
 
 def _lap(model: Any, device: str, tokens: int, facts: dict[str, Any]) -> Lap:

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self
@@ -26,7 +26,7 @@ from streamload.devices.cuda import Context
 from streamload.errors import DeviceError
 
 # reading a process's status takes 20 microseconds; a loader's buffers live longer than this
-_SAMPLE_S = 0.004
+SAMPLE_S = 0.004
 _SLOW_SAMPLES = 5  # counters of the machine and the driver take locks: read each fifth time
 _GOODBYE_S = 20.0  # most time for a child to exit
 
@@ -60,18 +60,15 @@ class Memory:
 
     def above(self, base: Memory) -> Memory:
         """Return the growth of each figure from ``base``."""
-        return self._each(base, lambda a, b: None if None in (a, b) else a - b)
+        return self._each(base, lambda a, b: a - b)
 
     def most(self, other: Memory) -> Memory:
         """Return the larger of each figure."""
-        return self._each(
-            other, lambda a, b: max((n for n in (a, b) if n is not None), default=None)
-        )
+        return self._each(other, max)
 
-    def _each(self, other: Memory, of: Callable[[Any, Any], Any]) -> Memory:
-        """Return a `Memory` whose figures are ``of(own figure, other's figure)``."""
-        found: list[Any] = [of(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return Memory(*found)
+    def _each(self, other: Memory, of: Callable[[int, int], int]) -> Memory:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Memory(*(a if b is None else b if a is None else of(a, b) for a, b in pairs))
 
 
 def process_memory(pid: int | str) -> Memory:
@@ -97,20 +94,6 @@ def proc_nbytes(path: str) -> dict[str, int]:
     return {name: kib * 1024 for name, kib in proc_fields(Path(path)).items()}
 
 
-class DriverMeter:
-    """Bytes in use on a CUDA device, by its driver; DeviceError if it cannot be opened."""
-
-    def __init__(self, index: int) -> None:
-        self._context = open_context(index)
-
-    def used_nbytes(self) -> int:
-        """Return the bytes that all processes use on the device now."""
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        with self._context.current():
-            self._context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return total.value - free.value
-
-
 def open_context(index: int) -> Context:
     """Return the primary context of a CUDA device; DeviceError if it cannot be opened."""
     try:
@@ -119,12 +102,29 @@ def open_context(index: int) -> Context:
         raise DeviceError(f"cuda:{index}", str(error)) from error
 
 
+def device_meter(index: int) -> Callable[[], int]:
+    """Return a function that returns the bytes that all processes use on a CUDA device now.
+
+    They are the driver's count; DeviceError if the device cannot be opened.
+    """
+    context = open_context(index)
+
+    def used_nbytes() -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        with context.current():
+            context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return total.value - free.value
+
+    return used_nbytes
+
+
 def call(function: str, **arguments: Any) -> dict[str, Any]:
     """Return a job for `Child`: call "module:function" once, then the returned function each lap.
 
-    A dict that a lap returns is added to the lap's answer, which has "seconds" and "cpu_s".
+    A dict that a lap returns is added to the lap's answer, which has "seconds" and "cpu_s". The
+    returned function may have an attribute ``ready``, the first answer, and a method ``check``.
     """
-    return {"kind": "call", "function": function, "arguments": arguments}
+    return {"function": function, "arguments": arguments}
 
 
 def command(
@@ -143,7 +143,7 @@ class Child:
 
     ``device_nbytes`` returns the bytes in use on the device; ``prefix`` comes before the child's
     command, such as a tool that runs it. `peak` is that of its memory while it prepared and ran
-    laps, `cpu_s` the user and system seconds of the whole process once it has ended.
+    laps.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class Child:
         sites: Sequence[str] = (),
         device_nbytes: Callable[[], int] | None = None,
         prefix: Sequence[str | os.PathLike[str]] = (),
-        sample_s: float = _SAMPLE_S,
+        sample_s: float = SAMPLE_S,
     ) -> None:
         self._timeout_s, self._sample_s = timeout_s, sample_s
         self._device_nbytes = device_nbytes
         self._received = b""
         self._turn = 0
-        self.peak, self.cpu_s = Memory(), 0.0
+        self.peak = Memory()
         self._errors = TemporaryFile()  # noqa: SIM115  (closed by close)
         self._process = subprocess.Popen(
             [*prefix, *command(job, sites)],
@@ -205,7 +205,6 @@ class Child:
         return self._ask("check")
 
     def _ask(self, word: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Send a command to the child, and return its answer; ``look`` is called while it waits."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: `_receive` finds out why
             self._process.stdin.write(word.encode() + b"\n")
@@ -213,12 +212,10 @@ class Child:
         return self._receive(look)
 
     def _sample(self) -> None:
-        """Measure the memory now, and raise the peak to it."""
         self._turn += 1
         self.peak = self.peak.most(self._memory(all_of_it=self._turn % _SLOW_SAMPLES == 0))
 
     def _memory(self, *, all_of_it: bool = True) -> Memory:
-        """Return the memory now; without ``all_of_it`` only the child's, not machine and device."""
         held = process_memory(self._process.pid)
         if not all_of_it:
             return held
@@ -226,7 +223,6 @@ class Child:
         return replace(held, system_nbytes=system_nbytes(), device_nbytes=device)
 
     def _receive(self, look: Callable[[], None] | None) -> dict[str, Any]:
-        """Await and return the child's next answer, calling ``look``; else MeasurementError."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         until = time.monotonic() + self._timeout_s
@@ -247,7 +243,6 @@ class Child:
         return answer
 
     def _end(self) -> MeasurementError:
-        """Return the error of a child that closed its output, with its exit status."""
         ended = self._ended(_GOODBYE_S)
         if ended is None:
             return MeasurementError("it closed its output and still runs")
@@ -265,7 +260,7 @@ class Child:
         while (ended := os.waitid(os.P_PID, self._process.pid, flags)) is None:
             if time.monotonic() > until:
                 return None
-            time.sleep(_SAMPLE_S)
+            time.sleep(SAMPLE_S)
         return ended
 
     def kill(self) -> None:
@@ -286,32 +281,5 @@ class Child:
             self._ended(0 if at_once else _GOODBYE_S)
         finally:
             self.kill()
-            _, status, usage = os.wait4(self._process.pid, 0)
-            self._process.returncode = os.waitstatus_to_exitcode(status)
-            self.cpu_s = usage.ru_utime + usage.ru_stime
+            self._process.wait()
             self._errors.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The figures of a child process from its start to its end."""
-
-    laps: tuple[dict[str, Any], ...]  # the answers of laps: "seconds", "cpu_s", and more
-    wall_s: float  # seconds from the start to the end
-    cpu_s: float  # user and system seconds, with children that it waited for
-    peak_nbytes: int  # peak of RssAnon + RssShmem
-
-    @property
-    def first(self) -> dict[str, Any]:
-        """The answer of the first lap."""
-        return self.laps[0]
-
-
-def measure(
-    job: Mapping[str, Any], *, laps: int = 1, sample_s: float = _SAMPLE_S, timeout_s: float = 1800.0
-) -> Measured:
-    """Run a job in a child process to its end, and return its figures; raises MeasurementError."""
-    begun = time.perf_counter()
-    with Child(job, timeout_s=timeout_s, sample_s=sample_s) as child:
-        answers = tuple(child.lap()[0] for _ in range(laps))
-    return Measured(answers, time.perf_counter() - begun, child.cpu_s, child.peak.anon_nbytes)

@@ -30,10 +30,8 @@ class Run:
     def pinned_nbytes(self) -> int | None:
         """Page-locked memory: the largest figure of kernel, loader and framework; None if none."""
         keys = ("pinned_nbytes", "staging_nbytes", "torch_pinned_nbytes")
-        known = [int(self.says[key]) for key in keys if key in self.says]
-        if self.memory.locked_nbytes > 0:
-            known.append(self.memory.locked_nbytes)
-        return max(known, default=None)
+        known = [max(self.memory.locked_nbytes, 0) or None, *(self.says.get(key) for key in keys)]
+        return max((int(n) for n in known if n is not None), default=None)
 
 
 @dataclass(slots=True)
@@ -48,8 +46,7 @@ class Of:
 
     def median_s(self, state: str, *, again: bool = False) -> float | None:
         """Return the median seconds of the whole first call, or of later ones; None if unknown."""
-        found = [run.again_s if again else run.seconds for run in self.runs.get(state, ())]
-        return _middle(found)
+        return _middle([run.again_s if again else run.seconds for run in self.runs.get(state, ())])
 
 
 @dataclass(slots=True)
@@ -120,9 +117,8 @@ class Comparison:
         """Return all figures, of each run and summarized, as data for JSON."""
         data = asdict(self)
         for name, of in self.loaders.items():
-            rows: dict[str, Any] = {}
-            for state, runs in of.runs.items():
-                rows[state] = {
+            data["loaders"][name]["summary"] = {
+                state: {
                     "runs": len(runs),
                     "first": _spread([run.seconds for run in runs], self.nbytes),
                     "again": _spread([run.again_s for run in runs], self.nbytes),
@@ -132,16 +128,13 @@ class Comparison:
                     "pinned_nbytes": max((run.pinned_nbytes or 0 for run in runs), default=0),
                     "device_nbytes": _middle([run.memory.device_nbytes for run in runs]),
                 }
-            data["loaders"][name]["summary"] = rows
+                for state, runs in of.runs.items()
+            }
         for key, limit in self.limits.items():
             data["limits"][key]["median"] = limit.median
+        shares = {"transfer": self.transfer, "limit": self.wire, "share": self.share}
         data["shares"] = {
-            state: {
-                "transfer": self.transfer(state),
-                "limit": self.wire(state),
-                "share": self.share(state),
-            }
-            for state in self.states()
+            state: {name: of(state) for name, of in shares.items()} for state in self.states()
         }
         return data
 
@@ -181,6 +174,7 @@ class Comparison:
             if not runs:
                 continue
             seconds = [run.seconds for run in runs]
+            other = "" if name == OURS else name
             yield {
                 "loader": f"{name} {next(iter(of.versions.values()), '')}".strip(),
                 "cache": state,
@@ -192,10 +186,8 @@ class Comparison:
                 "again": self.rate(name, state, again=True),
                 "transfer": self.transfer(state, name),
                 "again_s": of.median_s(state, again=True),
-                "streamload is": None if name == OURS else self.times(name, state),
-                "again: streamload is": None
-                if name == OURS
-                else self.times(name, state, again=True),
+                "streamload is": self.times(other, state),
+                "again: streamload is": self.times(other, state, again=True),
                 "host": format_bytes(max(run.memory.anon_nbytes for run in runs)),
                 "pinned": _size([run.pinned_nbytes for run in runs]),
                 "machine": format_bytes(max(0, *(run.memory.system_nbytes for run in runs))),
@@ -204,7 +196,6 @@ class Comparison:
             }
 
     def _table(self, state: str) -> Iterator[str]:
-        """Return the lines of the table of a state."""
         keys = (
             *("GB/s", "again", "streamload is", "again: streamload is"),
             *("host", "pinned", "machine", "device", "checked"),
@@ -222,28 +213,23 @@ class Comparison:
 
     def svg(self) -> str:
         """Return a bar chart of all loaders' rates, as SVG text."""
-        states = self.states()
         series = [
             (state, again)
-            for state in states
+            for state in self.states()
             for again in (False, True)
             if any(self.rate(name, state, again=again) for name in self.loaders)
         ]
-        rows = [
-            Bars(
-                name,
-                tuple(self.rate(name, state, again=again) for state, again in series),
-                ours=name == OURS,
-            )
+        rates = {
+            name: tuple(self.rate(name, state, again=again) for state, again in series)
             for name in self.loaders
-        ]
+        }
         return draw(
             f"{Path(self.path).name}: {format_bytes(self.nbytes)} to {self.device}",
             f"{self.machine.get('CPU', '')}, {self.machine.get('CPUs of this process', '')} CPUs; "
             "whole call, medians; higher is better",
             "GB/s",
             [f"{state}, {'again' if again else 'first'}" for state, again in series],
-            [row for row in rows if any(row.values)],
+            [Bars(name, of, ours=name == OURS) for name, of in rates.items() if any(of)],
             [(key, limit.median) for key, limit in self.limits.items()],
         )
 
@@ -255,10 +241,7 @@ def _size(sizes: Sequence[int | None]) -> str | None:
 
 
 def _cell(value: object) -> str:
-    """Return a figure as the text of a table's cell; "" for None, which is a missing one."""
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return "" if value is None else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
@@ -273,9 +256,5 @@ def _spread(seconds: Sequence[float | None], nbytes: int) -> dict[str, float] | 
     if not known:
         return None
     middle = median(known)
-    return {
-        "median_s": middle,
-        "min_s": min(known),
-        "max_s": max(known),
-        "gigabytes_per_second": nbytes / 1e9 / middle,
-    }
+    spread = {"median_s": middle, "min_s": min(known), "max_s": max(known)}
+    return spread | {"gigabytes_per_second": nbytes / 1e9 / middle}

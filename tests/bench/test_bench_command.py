@@ -17,12 +17,13 @@ from typing import Any
 import forked
 import needs
 import pytest
+from bench_parts.compared import Compared, Comparing
+from bench_parts.section import measure
 
 from streamload.bench import limits
 from streamload.bench.compare import Options, choose, compare, cuda_index, forget, warm
-from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, sample
-from streamload.bench.processes import Child, MeasurementError, call, measure, process_memory
-from streamload.bench.worker import _Load
+from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, Load, sample
+from streamload.bench.processes import Child, MeasurementError, call, process_memory
 from streamload.core.chart import Bars, draw
 from streamload.core.memory_rate import kept_rate
 from streamload.devices.host import HostDevice
@@ -38,11 +39,11 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return forked.run(command, forked.COMMANDS)
 
 
-def load_job(path: Path, loader: str = OURS) -> dict[str, Any]:
+def load_job(path: Path, loader: str = OURS, **task: str) -> dict[str, Any]:
     """What a process is told that loads to the host."""
     files = [str(file) for file in sorted(path.glob("*.safetensors"))]
-    task = {"path": str(path), "files": files, "framework": "host", "device": "host"}
-    return {"kind": "load", "loader": loader, "task": task}
+    given = {"path": str(path), "files": files, "framework": "host", "device": "host", **task}
+    return call("streamload.bench.loaders:Load", loader=loader, **given)
 
 
 def site(folder: Path, text: str) -> str:
@@ -186,9 +187,8 @@ def test_memory_is_seen_from_outside(tmp_checkpoint: Callable[..., Path]) -> Non
 
 def test_wrong_bytes_are_found(small_checkpoint: Path) -> None:
     """A tensor that is not the file's, or is not there, is no measurement."""
-    measured = _Load(load_job(small_checkpoint, "numpy"))
-    measured.prepare()
-    measured.lap()
+    measured = Load(**load_job(small_checkpoint, "numpy")["arguments"])
+    measured()
     assert measured.check()["checked"] > 0
     assert measured._loaded is not None
     tensors = measured._loaded.tensors
@@ -207,13 +207,12 @@ def test_wrong_bytes_are_found(small_checkpoint: Path) -> None:
 #: Prints what a lap of a job imports and starts; the job is the first argument.
 WATCHED = """
 import json, sys
-from streamload.bench.worker import _Load
+from streamload.bench.loaders import Load
 
-measured = _Load(json.loads(sys.argv[1]))
-measured.prepare()
+measured = Load(**json.loads(sys.argv[1])["arguments"])
 before, started = set(sys.modules), []
 sys.addaudithook(lambda event, said: event == "subprocess.Popen" and started.append(str(said[1])))
-measured.lap()
+measured()
 print(json.dumps([sorted(set(sys.modules) - before), started]))
 """
 
@@ -223,8 +222,8 @@ def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: 
     """On a machine where nothing is kept, imports and probes of the device come before the time."""
     if device == "CPU":
         needs.device(device)
-    job = load_job(small_checkpoint)
-    job["task"] |= {"framework": "host" if device == "host" else "tinygrad", "device": device}
+    framework = "host" if device == "host" else "tinygrad"
+    job = load_job(small_checkpoint, framework=framework, device=device)
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, json.dumps(job)],
         capture_output=True,
@@ -287,7 +286,7 @@ def test_what_cannot_be_cold_is_said(tmp_checkpoint: Callable[..., Path]) -> Non
 def test_variants_are_measured_beside(tmp_checkpoint: Callable[..., Path]) -> None:
     """The same loader with other arguments, under a name of its own, in the same rounds."""
     path = tmp_checkpoint(2_000_000)
-    options = Options(
+    options = Compared(
         str(path),
         "host",
         runs=2,
@@ -297,7 +296,7 @@ def test_variants_are_measured_beside(tmp_checkpoint: Callable[..., Path]) -> No
         limits=False,
         variants={"as float16": {"dtype": "float16"}},
     )
-    found = compare(options)
+    found = Comparing(options).run()
     runs = {name: of.runs["warm"] for name, of in found.loaders.items()}
     assert {name: len(of) for name, of in runs.items()} == {OURS: 2, "as float16": 2}
     assert [run.again_s is None for run in runs[OURS]] == [False, True]
@@ -466,9 +465,8 @@ def test_frameworks_are_compared_with_their_own_loaders(
     else:
         needs.device(device)
     path = tmp_checkpoint(300_000, shards=2)
-    found = compare(
-        Options(str(path), device, 1, (peer,), limits=False, together=True, timeout_s=100)
-    )
+    options = Compared(str(path), device, 1, (peer,), limits=False, together=True, timeout_s=100)
+    found = Comparing(options).run()
     assert found.skipped == {}
     for of in found.loaders.values():
         assert of.checked and of.checked > 0

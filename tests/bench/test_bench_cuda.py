@@ -12,16 +12,17 @@ torch = needs.module("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
 
+from bench_parts.compared import Compared, Comparing  # noqa: E402
+
 from streamload.bench import limits  # noqa: E402
-from streamload.bench.compare import Options, compare  # noqa: E402
 from streamload.bench.loaders import OURS  # noqa: E402
-from streamload.bench.processes import DriverMeter  # noqa: E402
+from streamload.bench.processes import device_meter  # noqa: E402
 
 
 def test_loaders_are_compared_on_cuda(tmp_checkpoint: Callable[..., Path]) -> None:
     """Every peer that is there loads, or says why not; memory and limits are measured."""
     path = tmp_checkpoint(1_000_000_000, shards=3)
-    found = compare(Options(str(path), "cuda:0", runs=2, together=True, timeout_s=120))
+    found = Comparing(Compared(str(path), "cuda:0", runs=2, together=True, timeout_s=120)).run()
     told = "\n".join(found.lines())
     print(told)
     assert OURS not in found.skipped, told
@@ -49,7 +50,7 @@ def test_tinygrad_is_compared_on_cuda(tmp_checkpoint: Callable[..., Path]) -> No
     """By its own loader, bit for bit."""
     needs.device("CUDA")
     path = tmp_checkpoint(200_000_000)
-    found = compare(Options(str(path), "CUDA", runs=1, limits=False, together=True))
+    found = Comparing(Compared(str(path), "CUDA", runs=1, limits=False, together=True)).run()
     told = "\n".join(found.lines())
     print(told)
     assert set(found.loaders) == {OURS, "tinygrad"}, told
@@ -58,22 +59,22 @@ def test_tinygrad_is_compared_on_cuda(tmp_checkpoint: Callable[..., Path]) -> No
 
 def test_the_driver_tells_what_is_taken() -> None:
     """Allocations of this process, and their end."""
-    meter = DriverMeter(0)
+    used_nbytes = device_meter(0)
     torch.ones(1, device="cuda:0")
-    before = meter.used_nbytes()
+    before = used_nbytes()
     held = torch.empty(2**28, dtype=torch.uint8, device="cuda:0")
-    assert meter.used_nbytes() - before >= 2**28
+    assert used_nbytes() - before >= 2**28
     del held
     torch.cuda.empty_cache()
-    assert meter.used_nbytes() - before < 2**27
+    assert used_nbytes() - before < 2**27
 
 
 def test_copies_from_pinned_memory_are_timed() -> None:
     """The best of two ways; all memory is given back."""
-    meter = DriverMeter(0)
+    used_nbytes = device_meter(0)
     limits.copy(0)
-    before = meter.used_nbytes()
+    before = used_nbytes()
     rate = limits.copy(0)
     assert rate.gigabytes_per_second > 1
     assert "pinned slots" in rate.how
-    assert meter.used_nbytes() - before < 2**26
+    assert used_nbytes() - before < 2**26

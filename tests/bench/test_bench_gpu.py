@@ -127,17 +127,17 @@ def test_copies_give_everything_back(tmp_path: Path) -> None:
         """
 import ctypes
 from streamload.bench import limits
-from streamload.bench.processes import DriverMeter
+from streamload.bench.processes import device_meter
 
 driver = ctypes.CDLL("libcuda.so.1")
-meter = DriverMeter(1)
-before = meter.used_nbytes()
+used_nbytes = device_meter(1)
+before = used_nbytes()
 rate = limits.copy(1)
 assert rate.nbytes > 0 and rate.seconds > 0, rate
 assert "pinned slots" in rate.how, rate
 memory = limits.memory("torch", "cuda:1", 1)()
 assert memory["nbytes"] == 8 * 2**29 and memory["seconds"] > 0, memory
-assert meter.used_nbytes() == before
+assert used_nbytes() == before
 for name in ("registered", "streams", "events"):
     assert ctypes.c_int.in_dll(driver, name).value == 0, name
 
@@ -145,6 +145,6 @@ address = ctypes.c_uint64()
 context = limits.Context.primary("cuda:1", 1)
 with context.current():
     assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(2**20)) == 0
-assert meter.used_nbytes() - before == 2**20
+assert used_nbytes() - before == 2**20
 """,
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_parts.section import forget
+from bench_parts.section import forget, measure
 from boxes import Boxes
 from conversions import WRITTEN, files_of, quiet
 from convert_crash_helpers import (
@@ -32,7 +32,7 @@ from parameters import product
 from remote_server import serve
 from safetensors_files import write_safetensors
 
-from streamload.bench.processes import call, measure
+from streamload.bench.processes import call
 from streamload.codecs.scheme import SCHEMES
 from streamload.conversion import convert as conversion
 from streamload.conversion.memory import Way
@@ -178,7 +178,7 @@ def test_memory_and_speed(large: Path, name: str) -> None:
     for nbytes in (1_000_000, 2_270_000_000):
         WRITTEN[name].make(large / f"{nbytes}", nbytes)
         job = convert_job(large / f"{nbytes}", large / f"out{nbytes}", name)
-        peaks.append(measure(job, sample_s=0.0005).peak_nbytes)
+        peaks.append(measure(job, sample_s=0.0005).peak.anon_nbytes)
     assert 0 < peaks[0] <= peaks[1] <= peaks[0] + 100_000_000
     WRITTEN["safetensors"].make(large / "plain", 2_270_000_000)
     seconds: dict[str, list[float]] = {name: [], "safetensors": []}

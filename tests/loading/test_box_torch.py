@@ -8,13 +8,13 @@ from pathlib import Path
 import needs
 import numpy as np
 import pytest
-from bench_parts.section import forget
+from bench_parts.section import forget, measure
 from bench_parts.torch_jobs import WAYS
 from boxes import Boxes, BoxRun
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors import safe_open
 
-from streamload.bench.processes import call, command, measure
+from streamload.bench.processes import call, command
 from streamload.core.dtypes import BF16
 
 torch = needs.module("torch")

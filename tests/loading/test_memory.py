@@ -12,11 +12,12 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from bench_parts.section import measure
 from make_checkpoint import make_checkpoint, shape_of_size
 from parameters import product
 from safetensors_files import write_safetensors
 
-from streamload.bench.processes import call, measure
+from streamload.bench.processes import call
 from streamload.core.dtypes import BF16
 from streamload.core.memory import HostMemory
 from streamload.devices.probing import probe
@@ -55,7 +56,7 @@ def _peak_nbytes(path: Path, device: str, loads: int = 1, **arguments: Any) -> i
     if not result.works:
         needs.lacking(f"{device}: {result.problem}")
     job = call("bench_parts.jobs:streamload", path=str(path), device=device, **arguments)
-    return measure(job, laps=loads, sample_s=0.0005).peak_nbytes
+    return measure(job, laps=loads, sample_s=0.0005).peak.anon_nbytes
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 
 import needs
 import pytest
+from bench_parts.section import measure
 from boxes import Boxes
 from gguf_models import write_model
 from make_checkpoint import LlamaShape, make_checkpoint
@@ -24,7 +25,7 @@ from transformers_quantized_helpers import (
 )
 
 from streamload import convert
-from streamload.bench.processes import call, command, measure
+from streamload.bench.processes import call, command
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 
 torch = needs.module("torch")
