@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -37,12 +38,11 @@ from streamload.core.location import Url, is_url, without_secrets
 from streamload.errors import CheckpointError
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
 from streamload.loading.iterate import iterate
-from streamload.loading.options import IterateOptions
 
 _FORMAT = "streamload"
 _OPENING = frozenset({"key", "variant"})  # options of `open_checkpoint`
 # vLLM itself quantizes, and JSON has no functions
-_KNOWN = _OPENING | IterateOptions.__annotations__.keys() - {"quant", "transform"}
+_KNOWN = _OPENING | inspect.signature(iterate).parameters.keys() - {"path", "quant", "transform"}
 #: Key that `_localize` adds to the extra config: the location of the weights by model folder.
 _LOCATIONS = "locations"
 

@@ -3,9 +3,10 @@
 # annotations are evaluated here, once: two commands read them
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypedDict
+from inspect import Parameter
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,14 +17,12 @@ from streamload.codecs.cast_table import OutOfRange
 from streamload.conversion.rename import RenamePatterns
 from streamload.core.location import is_url
 from streamload.errors import BudgetError, Fit, PlanInfeasibleError
-from streamload.files.hub import Fetch
-from streamload.files.local import ReaderKind
-from streamload.files.page_cache import PageCacheKind
-from streamload.loading.options import CastArgument, takes
+from streamload.loading.options import OF_PASSES, OPTIONS, TYPES, shows
 from streamload.planning.partition import Node
-from streamload.planning.planner import Residence
 from streamload.planning.quant_policy import QuantArgument
-from streamload.planning.sources import MAPPINGS, Rename
+from streamload.planning.sources import Rename
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def option(metavar: str | None, text: str, *names: str) -> Any:
@@ -35,6 +34,14 @@ def option(metavar: str | None, text: str, *names: str) -> Any:
         *names: names of the option; without, the parameter's name.
     """
     return typer.Option(*names, metavar=metavar, help=text)
+
+
+def flag(name: str) -> Any:
+    """Return the flag of an option of a load."""
+    found = OPTIONS[name]
+    text = " ".join(found.lines).replace('"', "").replace("`", "")
+    is_value = found.lines[0].startswith('"')
+    return option(found.flag, found.flag_help or (text if is_value else text[0].upper() + text[1:]))
 
 
 def switch(name: str, text: str) -> Any:
@@ -79,13 +86,7 @@ LikeOption = Annotated[
         "names that has them.",
     ),
 ]
-OutOfRangeOption = Annotated[
-    OutOfRange,
-    option(
-        "WHAT",
-        "How to cast finite values that the dtype cannot represent: inf, clamp or error.",
-    ),
-]
+OutOfRangeOption = Annotated[OutOfRange, flag("out_of_range")]
 SelectOption = Annotated[
     list[str] | None,
     option("PATTERN", "Only tensors whose name matches, such as 'model.layers.*'; repeatable."),
@@ -100,25 +101,10 @@ AdapterOption = Annotated[
         "Merge a LoRA adapter as peft saves it, its products times SCALE (1); repeatable.",
     ),
 ]
-TokensOption = Annotated[
-    int | None,
-    option("N", "With --offload: leave memory for the activations of a pass of so many tokens."),
-]
-StayOption = Annotated[
-    list[str] | None,
-    option("PATTERN", "With --offload: parameters that stay, such as 'lm_head.*'; repeatable."),
-]
-LayersOption = Annotated[
-    list[str] | None,
-    option(
-        "PATTERN",
-        "With --offload: modules that are layers, if names do not show it; repeatable.",
-    ),
-]
-HostOption = Annotated[
-    str | None,
-    option("SIZE", "With --offload: most bytes of layers to keep in host memory, such as 8GB."),
-]
+TokensOption = Annotated[int | None, flag("tokens")]
+StayOption = Annotated[list[str] | None, flag("stay")]
+LayersOption = Annotated[list[str] | None, flag("layers")]
+HostOption = Annotated[str | None, flag("host")]
 NoProgressOption = Annotated[bool, switch("--no-progress", "Show no progress.")]
 JsonOption = Annotated[bool, switch("--json", "Print JSON on stdout.")]
 #: ``--quiet`` of commands that print a result.
@@ -147,114 +133,45 @@ class SourceFlags(TypedDict, total=False):
 
 
 class LoadFlags(SourceFlags, total=False):
-    """The options of the commands ``load`` and ``plan`` that are options of a load."""
+    """The options of the commands ``load`` and ``plan``; `command` adds others of a load."""
 
-    budget: Annotated[
-        str | None,
-        option(
-            "SIZE",
-            "Most bytes per device: 3GB, 2.5GiB, 80% (of what is free), one size for each device "
-            "(3GB,8GB), or DEVICE=SIZE,...  Default: what is free, less a reserve.",
-        ),
-    ]
-    device: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "A device (CL, CPU and so on are tinygrad's; cuda:0, cpu and so on torch's; host), "
-            "several separated by commas (the layers are split over them), or auto. Default: "
-            "STREAMLOAD_DEVICE, or the choice of tinygrad (where it is not installed, of torch).",
-        ),
-    ]
-    residence: Annotated[
-        Residence,
-        option(
-            "WHERE",
-            "memory, mapped (weights stay in the files, where the CPU computes), or auto (those "
-            "that can).",
-        ),
-    ]
-    dtype: Annotated[
-        list[str] | None,
-        option(
-            "DTYPE",
-            "float16, checkpoint (as it is there), or PATTERN=DTYPE by tensor name, such as "
-            "'*norm*=float32'; repeatable, the first that matches decides. Default: bfloat16 "
-            "becomes float16 if the device does not compute in it natively.",
-        ),
-    ]
-    quant: Annotated[
-        list[str] | None,
-        option(
-            "FORMAT",
-            "Quantize the weights of layers: q8_0, int8, nf4, fp4, q4_0, stored (GGUF's blocks as "
-            "they are), auto (what fits and loses least), or PATTERN=FORMAT (or =none) by tensor "
-            "name; repeatable.",
-        ),
-    ]
-    out_of_range: OutOfRangeOption
-    cast: Annotated[CastArgument, option("ENGINE", "Cast by: auto, llvm, numpy or device.")]
-    reader: Annotated[
-        ReaderKind,
-        option("READER", "How files are read: auto, mmap, pread, or direct (past the page cache)."),
-    ]
-    fetch: Annotated[
-        Fetch,
-        option(
-            "HOW",
-            "How files of the Hugging Face Hub are read: stream (the bytes that are needed, "
-            "nothing stays on the disk), cache (downloaded to its local cache), or auto (cache "
-            "where the disk has room).",
-        ),
-    ]
-    page_cache: Annotated[
-        PageCacheKind,
-        option(
-            "WHAT",
-            "What to do with the page cache that the load fills: auto (drop it if memory is "
-            "short), keep or drop.",
-        ),
-    ]
-    mapping: Annotated[
-        str | None,
-        option("FAMILY", f"Rename and reorder a family's tensors: {' or '.join(MAPPINGS)}."),
-    ]
-    reserve: Annotated[
-        str,
-        option(
-            "SIZE",
-            "Bytes of the budget to leave free on each device or node: for activations and others.",
-        ),
-    ]
-    context: Annotated[
-        int | None,
-        option(
-            "TOKENS",
-            "Leave memory for the KV cache of so many tokens, for the layers that a device or node "
-            "has, by config.json.",
-        ),
-    ]
-    batch: Annotated[int, option("N", "With --context: how many sequences at once.")]
-    cache_dtype: Annotated[
-        str | None,
-        option("DTYPE", "With --context: the dtype of the cache. Default: that of the weights."),
-    ]
+    budget: Annotated[str | None, flag("budget")]
+    device: Annotated[str | None, flag("device")]
 
 
-#: Options of loads that `read_flags` parses.
-_LOADS = LoadFlags.__annotations__.keys() - SourceFlags.__annotations__.keys()
-#: Decorator of commands with ``**given: Unpack[...]``: these options, and those of loads.
-command = takes(
-    dict.fromkeys(
-        (
-            *SourceFlags.__annotations__,
-            *("tokens", "stay", "layers", "host", "rate", "bars", "plot"),
-            *("runtime", "max_shard_size", "nodes", "adapter", "imatrix", "select", "exclude"),
+#: Options of loads that are flags, by name.
+_LOADS = {n: each for n, each in OPTIONS.items() if each.flag and n not in OF_PASSES}
+
+
+def command(function: _Command) -> _Command:
+    """Show each flag of a command by name in place of ``**given: Unpack[...]``."""
+    (dictionary,) = get_args(get_type_hints(function)["given"])
+    types = get_type_hints(dictionary, include_extras=True)
+    if LoadFlags.__annotations__.keys() <= types.keys():
+        types = {name: kind for name, kind in types.items() if name not in _LOADS}
+        types |= {name: Annotated[_type(name), flag(name)] for name in _LOADS}
+    values = {name: each.default for name, each in _LOADS.items()} | {"to": "safetensors"}
+    parameters = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=values.get(name, False if get_args(kind)[0] is bool else None),
+            annotation=kind,
         )
-    )
-    | {"to": "safetensors"}
-    | dict.fromkeys(("resume", "overwrite", "verify", "dry_run"), False)
-)
+        for name, kind in types.items()
+    ]
+    shows(function, parameters)
+    return function
+
+
+def _type(name: str) -> Any:
+    """Return the type of an option's value on the command line."""
+    kind, default = TYPES[name], OPTIONS[name].default
+    if name in ("dtype", "quant"):
+        return list[str] | None
+    if get_origin(kind) is Literal or int in (kind, *get_args(kind)):
+        return kind
+    return str | None if default is None else str
 
 
 def as_flags(error: BudgetError) -> BudgetError:
@@ -301,15 +218,15 @@ def read_path(path: str, given: SourceFlags) -> CheckpointLike:
     return open_checkpoint(path, variant=variant, key=key, like=like)
 
 
-def read_flags(flags: LoadFlags) -> dict[str, Any]:
+def read_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parsed options of a load besides device, budget and residence."""
-    names = _LOADS - {"budget", "device", "residence"}
+    names = _LOADS.keys() - {"budget", "device", "residence"}
     options: dict[str, Any] = {n: value for n, value in flags.items() if n in names}
     parsed = {"dtype": read_rules(flags["dtype"]), "quant": read_quant(flags["quant"])}
     return options | parsed
 
 
-def read_place(flags: LoadFlags) -> dict[str, Any]:
+def read_place(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options device, budget and residence of a load, parsed."""
     names = read_names(flags["device"])
     device = names if len(names) > 1 else flags["device"]

@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn, Unpack
 
 from streamload.checkpoint.shards import open_shard
 from streamload.core.interrupt import deferred_interrupt
-from streamload.core.memory import BudgetLike
 from streamload.core.patterns import Patterns
 from streamload.core.progress import Progress, reporting
 from streamload.distributed.gather import CollectiveReader, exchanged, own_lines, shared_ranges
@@ -28,17 +27,17 @@ from streamload.errors import LoadState, NodeError, PeerFailedError, StreamloadE
 from streamload.files.local import resolve_reader
 from streamload.loading.load import run, uncollected
 from streamload.loading.options import (
-    DEFAULTS,
-    NameOptions,
-    SplitOptions,
-    WeightOptions,
+    CHANGES,
+    OF_MODELS,
+    LoadOptions,
+    OffloadOptions,
+    OnOverrun,
+    Options,
     takes,
 )
-from streamload.loading.prepare import Decision, Options
+from streamload.loading.prepare import Decision
 from streamload.loading.report import Clock, LoadReport, NodeReport
-from streamload.offloading.offload import OffloadAsked, Offloaded
-from streamload.offloading.overrun import OnOverrun
-from streamload.planning.match import Shapes
+from streamload.offloading.offload import Offloaded, for_passes
 from streamload.planning.shares import ClusterPlan, LayerNumbers, Split
 from streamload.verification.verify import checksums
 
@@ -50,33 +49,19 @@ _REPORTED = ("tensors", "read", "resident", "seconds", "pass")  # as fields of `
 _PARTS = 256  # lists of names compared in each step of the search for a tensor that differs
 
 
-class ClusterPlanOptions(WeightOptions, NameOptions, total=False):
-    """The options of `plan`; see `streamload.loading.options.LoadOptions`."""
-
-    budget: BudgetLike
+_NO_OPTIONS = ("residence", *CHANGES)
+_OF_READS = ("out_of_range", "cast", "reader", "fetch", "page_cache", "chunk_nbytes", "threads")
 
 
-class ClusterLoadOptions(SplitOptions, total=False):
-    """The options of `load_state_dict`; see `streamload.loading.options.LoadOptions`."""
-
-    budget: BudgetLike
-    strict: bool
-    shapes: Shapes
-    progress: Progress
-
-
-@takes()
+@takes(without=(*_NO_OPTIONS, *OF_MODELS, *_OF_READS, "layers", "host", "on_overrun"))
 def plan(
     path: str | os.PathLike[str],
     *,
-    device: str | None = None,
     group: object = None,
     split: Split = "layers",
     timeout: float = 60.0,
     offload: bool = False,
-    tokens: int | None = None,
-    stay: Patterns = (),
-    **options: Unpack[ClusterPlanOptions],
+    **options: Unpack[OffloadOptions],
 ) -> ClusterPlan:
     """Return the plan of a load across nodes; all ranks call it, and get the same plan.
 
@@ -91,10 +76,8 @@ def plan(
         timeout: as in `load_state_dict`.
         offload: plan for `offload`, with the same ``tokens`` and ``stay``: a share may be larger
             than its budget.
-        tokens: see ``offload``.
-        stay: see ``offload``.
         budget: as in `load_state_dict`; if it is in bytes, no device is opened.
-        **options: see `ClusterPlanOptions`.
+        **options: see `OffloadOptions`.
 
     Raises:
         PlanInfeasibleError: it does not fit.
@@ -104,32 +87,30 @@ def plan(
     """
 
     def read() -> Asked:
-        streams = None
-        if offload:
-            streams = OffloadAsked.read(tokens, stay, (), 0, {**DEFAULTS, **options})
-        elif tokens is not None or stay:
+        known = Options.parse(options)
+        known = for_passes(known) if offload else known
+        if not offload and (known.tokens is not None or known.stay):
             raise ValueError("tokens= and stay= need offload=True: a load leaves them out")
         if offload and split != "layers":
             raise ValueError('offload=True needs split="layers": only layers stream')
-        return Asked(path, Options.read(**options), split, options, device, offload=streams)
+        return Asked(path, known, split, offload=offload)
 
     with _agreed(group, Held("raise", timeout), read, None) as (agreed, _):
         return agreed.plan
 
 
-@takes()
+@takes(without=_NO_OPTIONS)
 def load_state_dict(
     model: Any,
     path: str | os.PathLike[str],
     *,
-    device: str | None = None,
     group: object = None,
     split: Split = "layers",
     verify: Verify = "crc32",
     timeout: float = 60.0,
     on_loss: OnLoss = "raise",
     layers: LayerNumbers | None = None,
-    **options: Unpack[ClusterLoadOptions],
+    **options: Unpack[LoadOptions],
 ) -> LoadReport:
     """Stream a checkpoint into a model that is spread over several nodes; all ranks call it.
 
@@ -183,7 +164,7 @@ def load_state_dict(
         context: as in `streamload.load_state_dict`, of the layers that each rank has.
         threads: as in `streamload.load_state_dict`; None: the CPUs are divided by the ranks that
             share a host.
-        **options: see `ClusterLoadOptions`.
+        **options: see `LoadOptions`.
 
     Returns:
         The report of this rank; ``report.nodes`` has the reports of all.
@@ -202,8 +183,8 @@ def load_state_dict(
     def read() -> Asked:
         if verify not in ("crc32", "none"):
             raise ValueError(f"verify is crc32 or none, not {verify!r}")
-        known = Options.read(**options)
-        return Asked(path, known, split, options, device, verify, layers, on_loss=on_loss)
+        known = Options.parse(options)
+        return Asked(path, known, split, verify, layers, on_loss=on_loss)
 
     held = Held(on_loss, timeout)
 
@@ -237,12 +218,11 @@ def load_state_dict(
     return again()
 
 
-@takes()
+@takes(without=_NO_OPTIONS)
 def offload(
     model: Any,
     path: str | os.PathLike[str],
     *,
-    device: str | None = None,
     group: object = None,
     timeout: float = 60.0,
     layers: LayerNumbers | None = None,
@@ -251,7 +231,7 @@ def offload(
     host: float | str = 0,
     on_overrun: OnOverrun = "warn",
     on_loss: OnLoss = "raise",
-    **options: Unpack[ClusterLoadOptions],
+    **options: Unpack[LoadOptions],
 ) -> Offloaded:
     """Let a model run that is spread over several nodes and larger than all of them.
 
@@ -278,7 +258,7 @@ def offload(
             their memory for slots. ``offloaded.load.recovery.recover()`` closes the handle, and
             returns another.
         budget: as in `load_state_dict`; it holds while passes run.
-        **options: see `ClusterLoadOptions`.
+        **options: see `LoadOptions`.
 
     Returns:
         The handle of this rank's part. Its ``load.nodes`` has the bytes of each rank.
@@ -295,10 +275,9 @@ def offload(
     clock = Clock()
 
     def read() -> Asked:
-        every = {**DEFAULTS, **options}
-        asked = OffloadAsked.read(tokens, stay, (), host, every, on_overrun)
-        known = Options.read(**options)
-        return Asked(path, known, "layers", options, device, "none", layers, asked, on_loss)
+        how = {"tokens": tokens, "stay": stay, "host": host, "on_overrun": on_overrun}
+        known = for_passes(Options.parse({**options, **how}))
+        return Asked(path, known, "layers", "none", layers, offload=True, on_loss=on_loss)
 
     held = Held(on_loss, timeout)
     begun: list[Offloaded] = []
@@ -392,7 +371,7 @@ def _agreed(
             asked = read()
             held.named([member.node for member in session.members])
             held.device = held.device or own_device(asked.device, session.me)
-            return replace(asked, device=held.device)
+            return replace(asked, options=replace(asked.options, device=held.device))
 
         try:
             yield Agreement(session, session.step("its arguments", arguments), model, held), stack
@@ -429,7 +408,7 @@ def _loaded(
     ranks load; ``gatherer``: the collective reader, or None.
     """
     session = agreed.session
-    heartbeat, progress = session.heartbeat, agreed.asked.given["progress"]
+    heartbeat, progress = session.heartbeat, agreed.asked.options.progress
     session.loading = True
     with reporting(progress if session.me.rank == 0 else False, total) as tell:
         heartbeat.on_progress = tell

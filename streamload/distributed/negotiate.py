@@ -12,7 +12,6 @@ from typing import Any
 
 from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint
 from streamload.core.memory import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
-from streamload.core.patterns import Patterns
 from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter
 from streamload.devices.names import (
@@ -24,7 +23,7 @@ from streamload.devices.names import (
 )
 from streamload.distributed.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
 from streamload.distributed.index import SAMPLED, Index, check_present, write_index
-from streamload.distributed.offload_split import OffloadSplit, split_offload
+from streamload.distributed.offload_split import split_offload_under
 from streamload.distributed.replan import Held, OnLoss
 from streamload.distributed.session import Session
 from streamload.distributed.tensor_split import styles_of
@@ -39,10 +38,10 @@ from streamload.errors import (
 )
 from streamload.files.hub import HubFile, file_of
 from streamload.files.local import is_slow
-from streamload.loading.load import as_model_reads, split
-from streamload.loading.options import NameOptions, WeightOptions
-from streamload.loading.prepare import Call, Decision, Options, Place
-from streamload.offloading.offload import OffloadAsked, Prepared
+from streamload.loading.load import as_model_reads, split_under
+from streamload.loading.options import Options
+from streamload.loading.prepare import Call, Decision, Place
+from streamload.offloading.offload import Prepared
 from streamload.planning.dequantize import as_in_models, dequantized, in_order_of
 from streamload.planning.dequantize import asked as weights_asked
 from streamload.planning.match import whole_shape
@@ -62,8 +61,6 @@ from streamload.planning.slices import Mesh
 from streamload.planning.sources import Found, Source, named_by_user, parameters_of
 from streamload.planning.suggest import Wanted
 
-#: The options that determine a plan, besides budgets.
-_PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
 _Suggest = Callable[[], Sequence[Suggestion]]
 _REPLANS = 3  # most further plans, if one does not fit with a node's auxiliary memory
 
@@ -75,11 +72,9 @@ class Asked:
     path: str | os.PathLike[str]
     options: Options
     split: Split
-    given: Mapping[str, Any]  # the options before they were parsed
-    device: str | None
     verify: str = "crc32"
     layers: LayerNumbers | None = None
-    offload: OffloadAsked | None = None  # None: each rank loads its whole share
+    offload: bool = False  # whether a rank may stream its share
     on_loss: OnLoss = "raise"
 
     def __post_init__(self) -> None:
@@ -112,10 +107,14 @@ class Asked:
                 f"expected the path of a checkpoint, not {type(self.path).__name__}: each rank "
                 "finds its files by it"
             )
-        if self.device is not None and not isinstance(self.device, str):
-            raise ValueError(
-                f"a rank loads to one device, not {self.device!r}: start a rank for each"
-            )
+        device = self.options.device
+        if device is not None and not isinstance(device, str):
+            raise ValueError(f"a rank loads to one device, not {device!r}: start a rank for each")
+
+    @property
+    def device(self) -> str | None:
+        """The device of this rank."""
+        return self.options.device if isinstance(self.options.device, str) else None
 
     @property
     def terms(self) -> dict[str, str]:
@@ -133,9 +132,9 @@ class Asked:
             "strict": self.options.strict,
             "shapes": self.options.shapes,
             "on_loss": self.on_loss,
-            "offload": self.offload is not None,
-            "tokens": self.offload and self.offload.tokens,
-            "stay": self.offload and self.offload.stay,
+            "offload": self.offload,
+            "tokens": self.options.tokens,
+            "stay": self.options.stay,
         }
         return {name: repr(value) for name, value in terms.items()}
 
@@ -164,7 +163,7 @@ class Agreement:
         def in_order(made: Checkpoint) -> Checkpoint:
             if model is None:
                 return as_in_models(made)
-            fills = parameters_of(asked.given["mapping"], asked.given["rename"], made.tensors)
+            fills = parameters_of(asked.options.mapping, asked.options.rename, made.tensors)
             owner = framework(framework_of(model) or default_framework())
             return in_order_of(made, owner.parameters(model), fills)
 
@@ -202,7 +201,7 @@ class Agreement:
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
         slow = any(map(is_slow, (header.path for header in self.index.checkpoint.shards)))
-        names = held.names(self.index.checkpoint) if asked.offload is None else []
+        names = held.names(self.index.checkpoint) if not asked.offload else []
         known = {"terms": asked.terms, "slow": slow, "held": names}
         offers = session.exchange("its device", lambda: self._offer(model) | known)
         self._check_offers(offers)
@@ -218,6 +217,7 @@ class Agreement:
         self.block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
         self.plan = self._planned(self._offered)
         self.names: Mapping[str, str] = {}
+        self._host_held_nbytes = 0  # for blocks that ranks exchange
         self.options = session.step("its options", self._mine)
 
     def _offer(self, model: Any) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Agreement:
 
     def _look(self, model: Any, options: Options) -> Place:
         """Open this rank's device, which must be one, and list the model's parameters."""
-        place = Place.look(model, self.index.checkpoint, options, self.asked.device)
+        place = Place.look(model, self.index.checkpoint, options)
         if len(place.devices.opened) != 1:
             raise ValueError(
                 f"a rank loads to one device, not {len(place.devices.opened)}: start a rank for "
@@ -302,6 +302,7 @@ class Agreement:
             held = held_nbytes(self.index.checkpoint, session.group.size, self.block_nbytes)
             if any(info.shared_memory for info in infos):
                 reserve_nbytes += held
+        self._host_held_nbytes = held
         needed = MIN_HOST_NBYTES + held
         if stated and staging < needed and not all(info.host_visible for info in infos):
             raise PlanInfeasibleError(
@@ -317,9 +318,7 @@ class Agreement:
             budget=Budget(dict.fromkeys(opened, nbytes) or nbytes, host=staging),
             reader=reader,
             reserve_nbytes=reserve_nbytes,
-            cpus=max(available_cpus() // sharing, 1),
-            host_held_nbytes=held,
-            is_part=True,
+            rank_cpus=max(available_cpus() // sharing, 1),
         )
 
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
@@ -329,15 +328,15 @@ class Agreement:
         passes: dict[str, int] = {}
 
         def planned(nodes: Sequence[Node]) -> Plan:
-            if asked.offload is None:
-                return split(checkpoint, nodes=nodes, **self._given)
-            found = self._split_offload(nodes, asked.offload.tokens, asked.offload.stay)
+            if not asked.offload:
+                return split_under(checkpoint, nodes, self._shared)
+            found = split_offload_under(checkpoint, nodes, self._shared)
             passes.update(found.pass_nbytes)
             return found.plan
 
         def plan() -> tuple[ClusterPlan | StreamloadError, str]:
             try:
-                rank, fits = session.me.rank, asked.offload is None
+                rank, fits = session.me.rank, not asked.offload
                 wanted = self.mesh or asked.split
                 found = make_shares(
                     rank, members, budgets, wanted, planned, checkpoint, fits=fits
@@ -370,28 +369,30 @@ class Agreement:
         return sum(share.source_nbytes for share in self.plan.shares) - sum(kept)
 
     @property
-    def _given(self) -> dict[str, Any]:
-        """The options of the call that determine a plan, for `streamload.split`."""
-        asked = self.asked
-        given = {name: value for name, value in asked.given.items() if name in _PLANNED}
-        return given | {"out_of_range": asked.options.out_of_range}
-
-    def _split_offload(
-        self, nodes: Sequence[Node], tokens: int | None = None, stay: Patterns = ()
-    ) -> OffloadSplit:
-        """Return the plan of an offload over nodes, with the options of the call."""
-        checkpoint = self.index.checkpoint
-        return split_offload(checkpoint, nodes=nodes, tokens=tokens, stay=stay, **self._given)
+    def _shared(self) -> Options:
+        """The options of the call that all ranks have, and that determine a plan for nodes."""
+        mine = self.asked.options
+        return replace(
+            Options.parse(),
+            policy=mine.policy,
+            quant=mine.quant,
+            out_of_range=mine.out_of_range,
+            rename=mine.rename,
+            mapping=mine.mapping,
+            cache=mine.cache,
+            tokens=mine.tokens,
+            stay=mine.stay,
+        )
 
     def _or_offload(self, error: StreamloadError) -> StreamloadError:
         """Return an error of a load; if `offload` would fit, the error then suggests it."""
         asked, members = self.asked, self.session.members
-        layers = asked.split == "layers" and asked.offload is None and not asked.options.quant
+        layers = asked.split == "layers" and not asked.offload and not asked.options.quant
         if not isinstance(error, PlanInfeasibleError) or not layers:
             return error
         try:
             nodes = ordered(Node(m.node, self._offered[m.rank]) for m in members)
-            found = self._split_offload(nodes)
+            found = split_offload_under(self.index.checkpoint, nodes, self._shared)
         except (StreamloadError, ValueError):  # it would not, either
             return error
         read = format_bytes(max(found.pass_nbytes.values()))
@@ -452,11 +453,8 @@ class Agreement:
             place = self.place or self._look(None, self.options)
             self.held.free(self.plan.mine.parameters, place)
             own, part, options, fill, suggest = self._own(place)
-            assert self.asked.offload is not None
             found = Prepared.make(
-                *(own, part, options, Found(fill), self.asked.offload),
-                suggest=suggest,
-                part=self.plan.mine,
+                own, part, options, Found(fill), suggest=suggest, part=self.plan.mine
             )
             return found, found.load.read_nbytes
 
@@ -472,7 +470,7 @@ class Agreement:
         """
         plan, whole, options = self.plan, self.index.checkpoint, self.options
         mine, of_model = plan.mine, self.asked.layers
-        kept = self.held.placements if self.asked.offload is None else {}
+        kept = {} if self.asked.offload else self.held.placements
         self.names = {name: name for name in mine.parameters if name not in kept}
         if kept:
             nbytes = self.held.budget_nbytes or 0
@@ -505,10 +503,10 @@ class Agreement:
         if plan.split == "layers" and not plan.mine.layers:
             # names without layers: no cache
             options = replace(options, cache=None)
-        given = self.asked.given
-        asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
-        own = replace(place, parameters=parameters)
-        explicit = named_by_user(given["mapping"], given["rename"])
+        names = options.mapping, options.rename
+        asked = Wanted(whole, place.parameters, *names, is_part=True)
+        own = replace(place, parameters=parameters, host_held_nbytes=self._host_held_nbytes)
+        explicit = named_by_user(*names)
         if place.owner is not None and (read := as_model_reads(place.model, part, fill, explicit)):
             problems = [
                 f"{fill[old].rows[0].tensor}: the model's own code renames it: write rename="

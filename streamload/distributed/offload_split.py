@@ -9,14 +9,14 @@ from typing import Unpack
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike
 from streamload.core.chart import Shown
-from streamload.core.patterns import Patterns, check_patterns
+from streamload.core.patterns import check_patterns
 from streamload.core.units import format_bytes, format_table
 from streamload.loading.load import check_nodes, node_specs, read_call, uncollected
-from streamload.loading.options import DEFAULTS, SplitOptions, takes
+from streamload.loading.options import CHANGES, OF_MODELS, PLACE, OffloadOptions, Options, takes
 from streamload.loading.place import engine_of
-from streamload.loading.prepare import Options
+from streamload.loading.prepare import plan_within, request_of, specs_under
 from streamload.offloading.groups import groups_of_checkpoint
-from streamload.offloading.offload import OffloadAsked
+from streamload.offloading.offload import for_passes
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Problem
 from streamload.planning.cache_room import CacheRoom
@@ -105,15 +105,10 @@ def _streams(made: OffloadPlan) -> str:
     return ", ".join(text for text, streams in parts if streams) or "-"
 
 
-@takes()
+@takes(without=(*OF_MODELS, *CHANGES, *PLACE, "layers", "host", "on_overrun"))
 @uncollected()
 def split_offload(
-    path: CheckpointLike,
-    *,
-    nodes: Sequence[Node],
-    tokens: int | None = None,
-    stay: Patterns = (),
-    **options: Unpack[SplitOptions],
+    path: CheckpointLike, *, nodes: Sequence[Node], **options: Unpack[OffloadOptions]
 ) -> OffloadSplit:
     """Plan to split a model over nodes that are too small for it, without reading any data.
 
@@ -125,9 +120,7 @@ def split_offload(
     Args:
         path: as in `streamload.load_state_dict`, or an open checkpoint.
         nodes: the nodes in the order of the layers, each with its own budget.
-        tokens: as in `streamload.offload`; so is ``stay``.
-        stay: see ``tokens``.
-        **options: see `SplitOptions`.
+        **options: see `OffloadOptions`.
 
     Raises:
         PlanInfeasibleError: a node has too little memory for the least that its share needs.
@@ -135,16 +128,23 @@ def split_offload(
         UnsupportedCastError: a dtype cannot be cast or held.
         ValueError: an argument is invalid.
     """
-    kept = OffloadAsked.read(tokens, stay, (), 0, {**DEFAULTS, **options}).stay
+    return split_offload_under(path, nodes, for_passes(Options.parse(options)))
+
+
+def split_offload_under(
+    path: CheckpointLike, nodes: Sequence[Node], options: Options
+) -> OffloadSplit:
+    """Plan to split a model over nodes; see `split_offload`."""
     check_nodes(nodes)
-    checkpoint, read, (fill, _, tied) = read_call(path, **options)
+    checkpoint, read, (fill, _, tied) = read_call(path, options)
+    kept = read.stay
     # nodes do not read as this machine does: assume the least memory for reading
     read = replace(read, reader="pread", page_cache="keep", threads=_THREADS)
     read = replace(read, chunk_nbytes=read.chunk_nbytes or LEAST_CHUNK_NBYTES)
     wants = wants_of(checkpoint, fill)
     check_patterns("stay", kept, wants.names)
-    specs = read.casting(node_specs(read, nodes))
-    problem = Problem(read, checkpoint, wants, specs[0], tokens=tokens)
+    specs = specs_under(read, node_specs(nodes))
+    problem = Problem(read, checkpoint, wants, specs[0])
     parts, placed, where = _assigned(problem, specs, tied, kept)
     numbers: dict[str, list[int]] = {spec.name: [] for spec in specs}
     for at, name in enumerate(where):
@@ -237,7 +237,7 @@ def _whole(
         for spec in specs
     ]
     free = replace(read, cache=None, reserve_nbytes=0)
-    made = free.plan(free.request(checkpoint, here, endless, engine_of(read.cast)))
+    made = plan_within(free, request_of(free, checkpoint, here, endless, engine_of(read.cast)))
 
     def with_part(mine: DevicePlan) -> DevicePlan:
         if (part := parts.get(mine.device)) is None:

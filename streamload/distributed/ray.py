@@ -18,6 +18,7 @@ and MASTER_PORT are set, so that models may call ``torch.distributed.init_proces
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,8 +42,8 @@ except ImportError as error:
 
 _START_S = 120.0  # for actors to start: they import torch
 _GRACE_S = 2.0  # after the first error, for those of other actors
-#: The options of `load` that its plan takes, too.
-_PLANNED = over_nodes.ClusterPlanOptions.__annotations__.keys() | {"device", "split", "timeout"}
+#: The arguments of `load` that its plan takes, too.
+_PLANNED = inspect.signature(over_nodes.plan).parameters
 
 
 @dataclass(frozen=True)

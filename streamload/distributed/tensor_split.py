@@ -12,12 +12,11 @@ from typing import Any, Unpack
 
 from streamload.checkpoint.open import CheckpointLike, opened
 from streamload.core.model_config import language_part
-from streamload.loading.load import split as split_layers
-from streamload.loading.options import SplitOptions, takes
+from streamload.loading.load import split_under
+from streamload.loading.options import CHANGES, OF_MODELS, PLACE, LoadOptions, Options, takes
 from streamload.planning.dequantize import as_in_models, asked, dequantized
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DTypePolicy
 from streamload.planning.shares import ClusterPlan, Member, make_shares
 from streamload.planning.slices import Mesh
 
@@ -54,13 +53,13 @@ def _constants(node: ast.ClassDef) -> dict[str, Any]:
     return found
 
 
-@takes()
+@takes(without=(*OF_MODELS, *CHANGES, *PLACE))
 def split_tensors(
     path: CheckpointLike,
     *,
     nodes: Sequence[Node],
     split: str = "tensor",
-    **options: Unpack[SplitOptions],
+    **options: Unpack[LoadOptions],
 ) -> ClusterPlan:
     """Plan to split the tensors of a checkpoint over nodes, without reading any data.
 
@@ -71,13 +70,13 @@ def split_tensors(
     mesh = Mesh.of(split, len(nodes))
     if mesh is None:
         raise ValueError(f"split is tensor or a mesh such as 2x4, not {split!r}")
-    checkpoint = opened(path)
-    weights = asked(checkpoint, DTypePolicy.parse(options.get("dtype")))
+    read, checkpoint = Options.parse(options), opened(path)
+    weights = asked(checkpoint, read.policy)
     checkpoint = as_in_models(dequantized(checkpoint, weights))
     members = [Member(rank, node.name, node.name, 0, 1) for rank, node in enumerate(nodes)]
 
     def planned(groups: Sequence[Node]) -> Plan:
-        return split_layers(checkpoint, nodes=groups, **options)
+        return split_under(checkpoint, groups, read)
 
     mesh = replace(mesh, styles=styles_of(checkpoint.config))
     return make_shares(0, members, [n.budget for n in nodes], mesh, planned, checkpoint)

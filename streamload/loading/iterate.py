@@ -14,8 +14,8 @@ from streamload.core.tensors import TensorInfo
 from streamload.files.hub import cached
 from streamload.files.page_cache import PageCache, ShardCache
 from streamload.loading.load import read_call, run, uncollected
-from streamload.loading.options import IterateOptions, takes
-from streamload.loading.prepare import Call, Decision, Place
+from streamload.loading.options import CACHE, OF_MODELS, LoadOptions, Options, takes
+from streamload.loading.prepare import Call, Decision, Place, wants_under
 from streamload.loading.report import Clock
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import Found
@@ -25,8 +25,8 @@ from streamload.planning.stored_blocks import keep_blocks
 _TOGETHER_NBYTES = 2**26
 
 
-@takes(devices='device="cuda:0"')
-def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator[tuple[str, Any]]:
+@takes(without=(*OF_MODELS, *CACHE, "residence"), devices='device="cuda:0"')
+def iterate(path: CheckpointLike, **options: Unpack[LoadOptions]) -> Iterator[tuple[str, Any]]:
     """Read a checkpoint tensor by tensor, under a budget in bytes, in the order of the files.
 
     A tensor counts against the budget until the next step. Memory that you keep longer is not
@@ -54,16 +54,14 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
         DeviceNotFoundError: the device is not there, or does not work.
         ValueError: an argument is invalid.
     """
-    checkpoint, read, found = read_call(path, **options)
-    device = options["device"]
-    if device is not None and not isinstance(device, str):
-        raise ValueError(f"tensors go to one device, one after the other, not to {device!r}")
+    checkpoint, read, found = read_call(path, Options.parse(options))
+    if read.device is not None and not isinstance(read.device, str):
+        raise ValueError(f"tensors go to one device, one after the other, not to {read.device!r}")
     if read.quant.is_auto:
         raise ValueError('quant="auto" is for loads of all at once: name a format')
-    read = replace(read, one_device=True)
     checkpoint, found, *_ = keep_blocks(checkpoint, found, read.quant, read.changes.by_tensor)
-    place = Place.look(None, checkpoint, read, device)
-    wants = read.quantised(checkpoint, found.fill)
+    place = replace(Place.look(None, checkpoint, read), alone=True)
+    wants = wants_under(read, checkpoint, found.fill)
     needs_native = wants.needs_native_bf16(read.policy)
     (spec,) = place.specs(read, needs_native)
     nbytes: dict[str, int] = {}

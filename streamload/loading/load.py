@@ -31,11 +31,12 @@ from streamload.errors import (
 from streamload.files.hub import cached
 from streamload.loading.lora import changes_of
 from streamload.loading.options import (
-    DEFAULTS,
+    CHANGES,
     NO_TRANSFER,
+    OF_MODELS,
+    PLACE,
     LoadOptions,
-    PlanOptions,
-    SplitOptions,
+    Options,
     takes,
 )
 from streamload.loading.place import (
@@ -45,7 +46,17 @@ from streamload.loading.place import (
     open_devices,
     unseen_spec,
 )
-from streamload.loading.prepare import Call, Decision, Options, Place, has_room_to_try
+from streamload.loading.prepare import (
+    Call,
+    Decision,
+    Place,
+    check_budget,
+    has_room_to_try,
+    plan_within,
+    request_of,
+    specs_under,
+    wants_under,
+)
 from streamload.loading.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.planning.dequantize import (
     all_names,
@@ -64,7 +75,6 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import Source, named_by_user, parameters_of, sources
 from streamload.planning.stored_blocks import Kept, keep_blocks
 from streamload.planning.suggest import Wanted, call_of_library
-from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
 from streamload.streaming.memory_watch import Headroom
 from streamload.streaming.sink import ModelTarget
@@ -133,29 +143,35 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     readable and raises when used); the exception's notes, and the ``state`` of streamload's own
     errors, say which. Calling again completes the load.
     """
+    return load_under(model, path, Options.parse(options), {**options, "path": path})
+
+
+def load_under(
+    model: Any, path: CheckpointLike, read: Options, given: Mapping[str, Any]
+) -> LoadReport:
+    """Load a model under parsed options; see `load_state_dict` and `Infeasible.given`."""
     clock = Clock()
     with uncollected():
         if model is not None:
             host_room_nbytes()  # to open the checkpoint takes some megabytes
         source = opened(path)
-        call = read_call(source, model, **options)
-        place = Place.look(model, call.checkpoint, call.options, options["device"])
-        match = _matched(place, call, options)
+        call = read_call(source, read, model)
+        place = Place.look(model, call.checkpoint, call.options)
+        match = _matched(place, call)
         try:
             decided = Decision.make(place, call, match)
         except PlanInfeasibleError as error:
             if match is None or not has_room_to_try(len(match.wants)):
                 raise
-            given = {**options, "path": path}
             raise Infeasible(error, call, given, (place, match)).suggesting() from None
-        stays = options["residence"] != "memory" or options["reader"] in ("mmap", "direct")
+        stays = read.residence != "memory" or read.reader in ("mmap", "direct")
         if stays and call.options.fetch == "cache":
-            local = on_disk(source, "cache", options["progress"])
+            local = on_disk(source, "cache", read.progress)
             if local is not source:  # planned again, by the files
-                return load_state_dict(model, local, **options)
+                return load_under(model, local, read, given)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
-                report = run(decided, options["progress"], clock)
+                report = run(decided, read.progress, clock)
         except (KeyboardInterrupt, Warning) as error:
             if not hasattr(error, "__notes__"):  # it came when all was done
                 names = tuple(decided.plan.placements.names)
@@ -166,10 +182,11 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
         return report
 
 
-def _matched(place: Place, call: Call, given: LoadOptions) -> Match | None:
+def _matched(place: Place, call: Call) -> Match | None:
     """Return the match of the model, None without a model; errors suggest other arguments."""
-    names = given["mapping"], given["rename"]
-    wanted = Wanted(call.checkpoint, place.parameters, *names, strict=call.options.strict)
+    read = call.options
+    names = read.mapping, read.rename
+    wanted = Wanted(call.checkpoint, place.parameters, *names, strict=read.strict)
     if place.owner is not None:
         wanted = replace(wanted, layers=place.owner.layers)
     try:
@@ -196,12 +213,13 @@ def uncollected() -> Iterator[None]:
 
 
 @takes(
+    without=OF_MODELS,
     devices='device=["cuda:0", "cpu"]',
     nodes="streamload.split(path, nodes=[...]), without a budget or a device",
     transfer=NO_TRANSFER,
 )
 @uncollected()
-def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
+def plan(path: CheckpointLike, **options: Unpack[LoadOptions]) -> Plan:
     """Plan a load of all of a checkpoint, without a model and without reading any data.
 
     If the budget is in bytes and `dtype` is given, no device is opened.
@@ -210,7 +228,7 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
         path: as in `load_state_dict`, or an open checkpoint.
         budget: as in `load_state_dict`; for several devices one for each, or a dict.
         device: as in `load_state_dict`; None is "device" if none is opened.
-        **options: see `PlanOptions`.
+        **options: see `LoadOptions`.
 
     Raises:
         PlanInfeasibleError: it does not fit.
@@ -219,25 +237,24 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
         DeviceNotFoundError: a device had to be opened and does not work.
         ValueError: an argument is invalid.
     """
-    call = read_call(path, **options)
+    call = read_call(path, Options.parse(options))
     checkpoint, read, found = call
-    specs = partial(described, read, options["device"])
+    specs = partial(described, read)
     try:
         return _planned(call, specs, stored=bool(kept_kinds(checkpoint)))
     except PlanInfeasibleError as error:
         native = wants_of(checkpoint, found.fill).needs_native_bf16(read.policy)
-        spec, *others = read.casting(specs(native))
+        spec, *others = specs_under(read, specs(native))
         if others:
             raise
         raise Infeasible(error, call, {**options, "path": path}, spec).suggesting() from None
 
 
-def described(
-    read: Options, device: str | Sequence[str] | None, bf16_undecided: bool
-) -> Sequence[DeviceSpec]:
+def described(read: Options, bf16_undecided: bool) -> Sequence[DeviceSpec]:
     """Describe the devices of a plan without a model; open them only if their facts are needed."""
+    device = read.device
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
-    read.check_names(names, device)
+    check_budget(read, names)
     _check_distinct(names)
     if all(map(read.budget.is_stated, names)) and read.cast != "device" and not bf16_undecided:
         return [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
@@ -245,13 +262,13 @@ def described(
     return devices.specs(read.budget, read.policy, read.cast, {}, bf16_undecided=bf16_undecided)
 
 
-@takes()
+@takes(without=(*OF_MODELS, *CHANGES, *PLACE))
 @uncollected()
 def split(
     path: CheckpointLike,
     *,
     nodes: Sequence[Node],
-    **options: Unpack[SplitOptions],
+    **options: Unpack[LoadOptions],
 ) -> Plan:
     """Plan to split all of a checkpoint over nodes, by layers, without reading any data.
 
@@ -260,7 +277,7 @@ def split(
     Args:
         path: as in `load_state_dict`, or an open checkpoint.
         nodes: the nodes in the order of the layers, each with its own budget.
-        **options: see `SplitOptions`.
+        **options: see `LoadOptions`.
 
     Raises:
         PlanInfeasibleError: it does not fit.
@@ -268,9 +285,14 @@ def split(
         UnsupportedCastError: a dtype cannot be cast or held.
         ValueError: an argument is invalid.
     """
+    return split_under(path, nodes, Options.parse(options))
+
+
+def split_under(path: CheckpointLike, nodes: Sequence[Node], read: Options) -> Plan:
+    """Plan to split a checkpoint over nodes; see `split`."""
     check_nodes(nodes)
-    call = read_call(path, **options)
-    specs = node_specs(call.options, nodes)
+    call = read_call(path, read)
+    specs = node_specs(nodes)
     if call.options.quant.keeps_stored:
         raise ValueError(
             'quant="stored" keeps blocks in the modules of one process: nodes load floats, or '
@@ -286,7 +308,7 @@ def check_nodes(nodes: Sequence[Node]) -> None:
     _check_distinct([node.name for node in nodes])
 
 
-def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
+def node_specs(nodes: Sequence[Node]) -> list[DeviceSpec]:
     """Describe nodes to the planner for a split, by their names and budgets alone."""
     rounds = UNSEEN_GRANULARITY_NBYTES
     infos = [DeviceInfo(n.name, "", granularity_nbytes=rounds, threads=2) for n in nodes]
@@ -310,9 +332,9 @@ def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, store
             kept = keep_blocks(*kept[:2], quant, changed)
         checkpoint, (fill, _, tied), _, notes = kept
         tried = read.trying(quant)
-        wants = tried.quantised(checkpoint, fill)
-        casting = tried.casting(specs(wants.needs_native_bf16(tried.policy)))
-        made = tried.plan(tried.request(checkpoint, wants, casting, engine, tied))
+        wants = wants_under(tried, checkpoint, fill)
+        casting = specs_under(tried, specs(wants.needs_native_bf16(tried.policy)))
+        made = plan_within(tried, request_of(tried, checkpoint, wants, casting, engine, tied))
         return replace(made, notes=(*made.notes, *notes))
 
     try:
@@ -328,13 +350,11 @@ def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, store
     return replace(made, notes=(*made.notes, *notes))
 
 
-def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOptions]) -> Call:
-    """Open the checkpoint of a call, parse its options, and map tensors to parameters.
+def read_call(path: CheckpointLike, read: Options, model: Any = None) -> Call:
+    """Open the checkpoint of a call, and map tensors to parameters.
 
     Dequantizes weights for which a dtype is asked, or which `model` cannot hold as stored.
     """
-    given: LoadOptions = {**DEFAULTS, **options}
-    read = Options.read(**given)
     checkpoint = opened(path)
     needed = read.residence == "mapped" or read.reader in ("mmap", "direct")
     read = replace(read, fetch=choose_fetch(checkpoint, read.fetch, needed=needed))
@@ -346,16 +366,15 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
     if model is None:
         checkpoint = as_in_models(dequantized(checkpoint, asked(checkpoint, read.policy)))
     elif checkpoint.groups or checkpoint.stored:
-        checkpoint = _as_held(model, checkpoint, read, given)
+        checkpoint = _as_held(model, checkpoint, read)
         read = replace(read, policy=_of_one_dtype(model, checkpoint, read.policy))
     read.quant.check_meant(checkpoint)
-    found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
+    found = sources(checkpoint, read.mapping, read.rename, all_match=True)
     if model is not None:
-        explicit = named_by_user(given["mapping"], given["rename"])
+        explicit = named_by_user(read.mapping, read.rename)
         found = found._replace(fill=as_model_reads(model, checkpoint, found.fill, explicit))
-    if read.changes is NO_CHANGES:
-        read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
-    return Call(checkpoint, read, found)
+    changes = changes_of(checkpoint, read.transform, read.adapters)
+    return Call(checkpoint, replace(read, changes=changes), found)
 
 
 def _of_one_dtype(model: Any, checkpoint: Checkpoint, policy: DTypePolicy) -> DTypePolicy:
@@ -407,7 +426,7 @@ def as_model_reads(
     return new | {name: source for name, source in fill.items() if name in explicit}
 
 
-def _as_held(model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptions) -> Checkpoint:
+def _as_held(model: Any, checkpoint: Checkpoint, read: Options) -> Checkpoint:
     """Decide which quantized weights a model gets as it holds them, and dequantize the others.
 
     `keep_blocks` undoes that for blocks that ``quant=`` keeps.
@@ -415,7 +434,7 @@ def _as_held(model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptio
     owner = framework(framework_of(model) or default_framework())
     parameters = owner.parameters(model)
     tensors = dict.fromkeys((*checkpoint.members, *checkpoint.groups, *checkpoint.stored))
-    fills = parameters_of(given["mapping"], given["rename"], tensors)
+    fills = parameters_of(read.mapping, read.rename, tensors)
     coded = owner.coded(model)
     names = asked_by_model(checkpoint, read.policy, parameters, fills, coded)
     checkpoint = dequantized(checkpoint, names)

@@ -12,29 +12,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.cast_table import OutOfRange
 from streamload.core.interrupt import nothing
 from streamload.core.location import Location, Url
-from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
+from streamload.core.memory import STAGING, available_cpus, canonical_device
 from streamload.core.pagemap import reusable_nbytes
 from streamload.core.system import address_space_nbytes
-from streamload.core.units import format_bytes, parse_bytes
+from streamload.core.units import format_bytes
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap
 from streamload.devices.names import (
     default_framework,
-    environment_fp16_cast,
     framework,
     framework_of,
 )
 from streamload.errors import Fit, PlanInfeasibleError, ResidenceError, Suggestion
-from streamload.files.hub import Fetch, file_of
-from streamload.files.local import REMOTE_KINDS, ReaderKind, choose_reader
-from streamload.files.page_cache import PageCacheKind
+from streamload.files.hub import file_of
+from streamload.files.local import REMOTE_KINDS, choose_reader
 from streamload.files.strided import thread_nbytes
-from streamload.loading.options import DEFAULTS, CastArgument, LoadOptions, plain_options
+from streamload.loading.options import Options
 from streamload.loading.place import (
     Devices,
     host_engine,
@@ -44,8 +41,8 @@ from streamload.loading.place import (
 )
 from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choice
 from streamload.planning.dequantize import kept_kinds
-from streamload.planning.kv_cache import CacheRequest, KvCache
-from streamload.planning.match import Match, ModelParameters, Shapes, wants_of
+from streamload.planning.kv_cache import KvCache
+from streamload.planning.match import Match, ModelParameters, wants_of
 from streamload.planning.match import match as match_parameters
 from streamload.planning.placement import Placements
 from streamload.planning.plan import Plan
@@ -53,7 +50,6 @@ from streamload.planning.planner import (
     DEFAULT_CHUNK_NBYTES,
     CastChoice,
     PlanRequest,
-    Residence,
     make_plan,
 )
 from streamload.planning.quant_policy import (
@@ -63,20 +59,13 @@ from streamload.planning.quant_policy import (
     quantised,
     said_of_dense,
 )
-from streamload.planning.requests import (
-    DeviceSpec,
-    DTypePolicy,
-    TensorRequest,
-    TensorRequests,
-    kept_free,
-)
+from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests, kept_free
 from streamload.planning.sources import Found, Source
 from streamload.planning.stored_blocks import keep_blocks
-from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.memory_watch import process_nbytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
-_MOST_THREADS = 8
+MOST_THREADS = 8
 # In chunks of 4 KiB, GPT-2 takes over 40 s from a server, and 25 s into nf4, not 0.22.
 _LEAST_CHUNK_NBYTES = 2**16
 # Past the page cache fewer and longer reads are better, with the same bytes under way.
@@ -86,237 +75,212 @@ _DIRECT_CHUNK_NBYTES = 16 * 2**20
 _WIDER_NBYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of a load, parsed and checked."""
-
-    budget: Budget
-    policy: DTypePolicy
-    out_of_range: OutOfRange
-    cast: CastArgument
-    reader: ReaderKind
-    fetch: Fetch
-    page_cache: PageCacheKind
-    chunk_nbytes: int | None
-    threads: int | None
-    residence: Residence
-    strict: bool
-    shapes: Shapes
-    reserve_nbytes: int = 0  # kept free on each device or node, of its budget and of what is free
-    cache: CacheRequest | None = None
-    changes: Changes = NO_CHANGES
-    quant: QuantPolicy = NO_QUANT
-    cpus: int | None = None  # most for this load; None: all
-    most_threads: int = _MOST_THREADS  # that read local files, if ``threads`` is None
-    is_part: bool = False  # whether the budget is a rank's part of the one that the call states
-    host_held_nbytes: int = 0  # free memory of the host that something else of the load takes
-    one_device: bool = False  # whether errors may not suggest another device
-
-    @classmethod
-    def read(cls, **given: Unpack[LoadOptions]) -> Options:
-        """Parse a call's options, with defaults for missing ones; ValueError if invalid."""
-        options: LoadOptions = {**DEFAULTS, **given}
-        return cls(
-            budget=Budget.parse(options["budget"]),
-            policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
-            quant=QuantPolicy.parse(options["quant"]),
-            reserve_nbytes=parse_bytes(options["reserve"]),
-            cache=CacheRequest.read(options["context"], options["batch"], options["cache_dtype"]),
-            **plain_options(options),
+def check_budget(options: Options, names: Iterable[str]) -> None:
+    """Raise ValueError if the budget names a device that is not in ``names``."""
+    known = {canonical_device(name) for name in names}
+    unknown = [name for name in options.budget.devices if name not in known]
+    if unknown and options.device != "auto":
+        raise ValueError(
+            f"the budget names {', '.join(unknown)}; the load's devices are {', '.join(names)}"
         )
 
-    def trying(self, quant: QuantPolicy) -> Options:
-        """Return these options with what is tried for ``quant=``: formats, or a dtype."""
-        dtype = () if quant.dtype is None else (("*", quant.dtype),)
-        rules = (*self.policy.rules, *dtype)
-        return replace(self, quant=quant, policy=replace(self.policy, rules=rules))
 
-    def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
-        """Return a request for each source in ``fill``, or for each part of a quantized weight."""
-        wants = wants_of(checkpoint, fill)
-        formats = self.quant.formats(checkpoint, wants)
-        return quantised(checkpoint, wants, formats, self.changes.by_tensor, policy=self.quant)
+def wants_under(
+    options: Options, checkpoint: Checkpoint, fill: Mapping[str, Source]
+) -> TensorRequests:
+    """Return a request for each source in ``fill``, or for each part of a quantized weight."""
+    wants = wants_of(checkpoint, fill)
+    formats = options.quant.formats(checkpoint, wants)
+    return quantised(checkpoint, wants, formats, options.changes.by_tensor, policy=options.quant)
 
-    def check_names(self, names: Iterable[str], device: object) -> None:
-        """Raise ValueError if the budget names a device that is not in ``names``."""
-        known = {canonical_device(name) for name in names}
-        unknown = [name for name in self.budget.devices if name not in known]
-        if unknown and device != "auto":
-            raise ValueError(
-                f"the budget names {', '.join(unknown)}; the load's devices are {', '.join(names)}"
-            )
 
-    def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
-        """Return the devices with `cast` and `reserve` applied to their abilities and budgets."""
-        specs = list(specs)
-        casts, reserved = self.cast in ("auto", "device"), self.reserve_nbytes
-        sharing = sum(spec.info.shared_memory for spec in specs)
-        return [
-            replace(
-                spec,
-                budget_nbytes=max(spec.budget_nbytes - reserved, 0),
-                limit=spec.limit + kept_free(reserved),
-                free_nbytes=_less(spec.free_nbytes, reserved),
-                host_free_nbytes=_less(spec.host_free_nbytes, reserved * sharing),
-                casts=spec.casts and casts,
-                reserve_nbytes=reserved,
-                alone=self.one_device,
-            )
-            for spec in specs
-        ]
+def specs_under(
+    options: Options, specs: Iterable[DeviceSpec], *, alone: bool = False
+) -> list[DeviceSpec]:
+    """Return devices with `cast` and `reserve` applied to their abilities and budgets.
 
-    def request(
-        self,
-        checkpoint: Checkpoint,
-        wants: Sequence[TensorRequest],
-        specs: Sequence[DeviceSpec],
-        cast: CastChoice,
-        tied: Mapping[str, str] = MappingProxyType({}),
-    ) -> PlanRequest:
-        """Return the request for a plan of a checkpoint under these options, for `plan`."""
-        held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
-        cache, path = self.cache, checkpoint.path
-        draft = Plan(
-            path=str(path),
-            placements=Placements.of(()),
-            devices=(),
-            host_nbytes=0,
-            host_budget_nbytes=self.budget.host_nbytes,
-            chunk_nbytes=DEFAULT_CHUNK_NBYTES,
-            slot_nbytes=DEFAULT_CHUNK_NBYTES,
-            threads=1,
-            readers=(),
-            out_of_range=self.out_of_range,
-            page_cache=self.page_cache,
-            change_nbytes=self.changes.nbytes,
-            change_thread_nbytes=self.changes.thread_nbytes + held,
+    `alone`: whether errors may not suggest another device.
+    """
+    specs = list(specs)
+    casts, reserved = options.cast in ("auto", "device"), options.reserve_nbytes
+    sharing = sum(spec.info.shared_memory for spec in specs)
+    return [
+        replace(
+            spec,
+            budget_nbytes=max(spec.budget_nbytes - reserved, 0),
+            limit=spec.limit + kept_free(reserved),
+            free_nbytes=_less(spec.free_nbytes, reserved),
+            host_free_nbytes=_less(spec.host_free_nbytes, reserved * sharing),
+            casts=spec.casts and casts,
+            reserve_nbytes=reserved,
+            alone=alone,
         )
-        return PlanRequest(
-            checkpoint,
-            draft,
-            wants=wants,
-            devices=specs,
-            dtype=self.policy,
-            cast=cast,
-            tied=tied,
-            cache=None if cache is None else KvCache.of(checkpoint.config, cache, path=path),
-            residence=self.residence,
-            mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
-            changed=self.changes.by_tensor.keys(),
-        )
+        for spec in specs
+    ]
 
-    def plan(
-        self, request: PlanRequest, free: int | None = None, reading: Reading = "ahead"
-    ) -> Plan:
-        """Plan within `free` host bytes (None: unknown), without read-ahead if they are few."""
-        if free is not None and self.budget.host_nbytes > free:
-            draft = replace(request.draft, host_budget_nbytes=free)
-            request = replace(request, draft=draft, host_limit="free memory")
 
-        def made(reading: Reading) -> Plan:
-            try:
-                return within(self._reading(request, reading))
-            except PlanInfeasibleError as error:
-                # of ranks, each has a part of the budget that the call states
-                is_budget = error.device == STAGING and error.limit == "budget"
-                if not is_budget or self.is_part or error.needed_nbytes > (free or math.inf):
-                    raise
-                raise error.suggesting([self.budget.with_host(error.needed_nbytes)]) from None
+def request_of(
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: Sequence[TensorRequest],
+    specs: Sequence[DeviceSpec],
+    cast: CastChoice,
+    tied: Mapping[str, str] = MappingProxyType({}),
+) -> PlanRequest:
+    """Return the request for a plan of a checkpoint under these options, for `plan`."""
+    held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
+    cache, path = options.cache, checkpoint.path
+    draft = Plan(
+        path=str(path),
+        placements=Placements.of(()),
+        devices=(),
+        host_nbytes=0,
+        host_budget_nbytes=options.budget.host_nbytes,
+        chunk_nbytes=DEFAULT_CHUNK_NBYTES,
+        slot_nbytes=DEFAULT_CHUNK_NBYTES,
+        threads=1,
+        readers=(),
+        out_of_range=options.out_of_range,
+        page_cache=options.page_cache,
+        change_nbytes=options.changes.nbytes,
+        change_thread_nbytes=options.changes.thread_nbytes + held,
+    )
+    return PlanRequest(
+        checkpoint,
+        draft,
+        wants=wants,
+        devices=specs,
+        dtype=options.policy,
+        cast=cast,
+        tied=tied,
+        cache=None if cache is None else KvCache.of(checkpoint.config, cache, path=path),
+        residence=options.residence,
+        mappable=[_is_mappable(options, header.path) for header in checkpoint.shards],
+        changed=options.changes.by_tensor.keys(),
+    )
 
-        def within(request: PlanRequest) -> Plan:
-            found = make_plan(request)
-            over = 0 if free is None else found.machine_nbytes - free
-            if not 0 < over < found.host_nbytes:
-                return found
-            # the host holds more than staging: shorter chunks, or fewer threads
-            draft = replace(request.draft, host_budget_nbytes=found.host_nbytes - over)
-            return within(replace(request, draft=draft, host_limit="free memory"))
 
-        found = made(reading)
-        if free is None:
-            return found
-        taken = found.machine_nbytes
-        if taken > free:  # what devices with memory of their own need of the host
-            raise PlanInfeasibleError("host", taken, free, limit="free memory")
-        maps = self._maps_fit(found, request, taken)
-        if free - taken >= ahead_nbytes(found) and maps:
-            return found
-        left = format_bytes(max(free - taken, 0))
-        note = f"the kernel reads nothing ahead: the host would be left with {left}"
-        if not maps:
-            note = "no file is mapped: RLIMIT_AS does not leave the addresses"
+def plan_within(
+    options: Options,
+    request: PlanRequest,
+    free: int | None = None,
+    reading: Reading = "ahead",
+    most_threads: int = MOST_THREADS,
+) -> Plan:
+    """Plan within `free` host bytes (None: unknown), without read-ahead if they are few."""
+    if free is not None and options.budget.host_nbytes > free:
+        draft = replace(request.draft, host_budget_nbytes=free)
+        request = replace(request, draft=draft, host_limit="free memory")
+
+    def made(reading: Reading) -> Plan:
         try:
-            found = made("direct")
-        except PlanInfeasibleError:  # what is unaligned takes memory
-            found = made("exact")
-        if found.machine_nbytes > free:
-            found = made("exact")
-        return replace(found, notes=(*found.notes, note))
+            return within(_reading(options, request, reading, most_threads))
+        except PlanInfeasibleError as error:
+            # of ranks, each has a part of the budget that the call states
+            is_budget = error.device == STAGING and error.limit == "budget"
+            if not is_budget or options.rank_cpus or error.needed_nbytes > (free or math.inf):
+                raise
+            raise error.suggesting([options.budget.with_host(error.needed_nbytes)]) from None
 
-    def _maps_fit(self, found: Plan, request: PlanRequest, taken_nbytes: int) -> bool:
-        """Return whether a process's addresses are enough to map files while a plan runs."""
-        addresses = address_space_nbytes()
-        if addresses is None:
-            return True
-        pairs = [*zip(request.checkpoint.shards, found.readers, strict=True)]
-        mapped = sum(d.mapped_nbytes for d in found.devices)
-        if mapped < found.resident_nbytes:
-            mapped += sum(header.file_nbytes for header, kind in pairs if kind == "mmap")
-        if taken_nbytes + mapped <= addresses:
-            return True
-        if self.reader != "mmap" and not any(d.mapped_nbytes for d in found.devices):
-            return False
-        raise PlanInfeasibleError(
-            "host",
-            taken_nbytes + mapped,
-            addresses,
-            limit="rest of RLIMIT_AS",
-            largest=[("files that are mapped", mapped)],
-            would_fit=[Fit("reader", '="pread"')] if self.reader == "mmap" else (),
-        )
+    def within(request: PlanRequest) -> Plan:
+        found = make_plan(request)
+        over = 0 if free is None else found.machine_nbytes - free
+        if not 0 < over < found.host_nbytes:
+            return found
+        # the host holds more than staging: shorter chunks, or fewer threads
+        draft = replace(request.draft, host_budget_nbytes=found.host_nbytes - over)
+        return within(replace(request, draft=draft, host_limit="free memory"))
 
-    def _reading(self, request: PlanRequest, reading: Reading) -> PlanRequest:
-        """Return the request with the reader of each file, the threads and the chunk size."""
-        shards = request.checkpoint.shards
-        staged = not any(spec.info.host_visible for spec in request.devices)
-        whole = staged if reading == "ahead" else reading == "direct"
-        choose = partial(reader_choice, reader=self.reader, page_cache=self.page_cache)
-        choices = [choose(h, reading=reading, whole_slots=whole, fetch=self.fetch) for h in shards]
-        # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
-        remote = any(choice.kind in REMOTE_KINDS for choice in choices)
-        if self.chunk_nbytes is not None and self.chunk_nbytes < _LEAST_CHUNK_NBYTES:
-            wants = TensorRequests.of(request.checkpoint, request.wants)
-            encodes = any(coding is not None for coding in wants.codings)
-            if remote or encodes:
-                what = "files on a server" if remote else "weights that quant= quantises"
-                why = "takes a request" if remote else "is encoded alone"
-                raise ValueError(
-                    f"chunk_nbytes is at least {_LEAST_CHUNK_NBYTES} for {what}, not "
-                    f"{self.chunk_nbytes}: each chunk {why}; write "
-                    f"chunk_nbytes={_LEAST_CHUNK_NBYTES}"
-                )
-        threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), self.most_threads)
-        most_nbytes = DEFAULT_CHUNK_NBYTES
-        lengths = [header.file_nbytes for header in shards]
-        direct = [n for n, each in zip(lengths, choices, strict=True) if each.kind == "direct"]
-        if 2 * sum(direct) > sum(lengths) and all(spec.casts for spec in request.devices):
-            threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
-        draft = replace(
-            request.draft,
-            readers=tuple(choice.kind for choice in choices),
-            reader_reasons=tuple(choice.reason for choice in choices),
-            chunk_nbytes=self.chunk_nbytes or most_nbytes,
-            threads=self.threads or threads,
-            ahead=reading == "ahead",
-        )
-        return replace(request, draft=draft)
+    found = made(reading)
+    if free is None:
+        return found
+    taken = found.machine_nbytes
+    if taken > free:  # what devices with memory of their own need of the host
+        raise PlanInfeasibleError("host", taken, free, limit="free memory")
+    maps = _maps_fit(options, found, request, taken)
+    if free - taken >= ahead_nbytes(found) and maps:
+        return found
+    left = format_bytes(max(free - taken, 0))
+    note = f"the kernel reads nothing ahead: the host would be left with {left}"
+    if not maps:
+        note = "no file is mapped: RLIMIT_AS does not leave the addresses"
+    try:
+        found = made("direct")
+    except PlanInfeasibleError:  # what is unaligned takes memory
+        found = made("exact")
+    if found.machine_nbytes > free:
+        found = made("exact")
+    return replace(found, notes=(*found.notes, note))
 
-    def _is_mappable(self, path: Location) -> bool:
-        """Return whether weights may stay views on a mapped file when the load is done."""
-        downloaded = self.fetch == "cache" and file_of(path) is not None  # before a load's plan
-        if self.residence == "auto" and not downloaded:  # as for a map that is gone after the load
-            return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
-        return self.residence != "memory" and (downloaded or not isinstance(path, Url))
+
+def _maps_fit(options: Options, found: Plan, request: PlanRequest, taken_nbytes: int) -> bool:
+    """Return whether a process's addresses are enough to map files while a plan runs."""
+    addresses = address_space_nbytes()
+    if addresses is None:
+        return True
+    pairs = [*zip(request.checkpoint.shards, found.readers, strict=True)]
+    mapped = sum(d.mapped_nbytes for d in found.devices)
+    if mapped < found.resident_nbytes:
+        mapped += sum(header.file_nbytes for header, kind in pairs if kind == "mmap")
+    if taken_nbytes + mapped <= addresses:
+        return True
+    if options.reader != "mmap" and not any(d.mapped_nbytes for d in found.devices):
+        return False
+    raise PlanInfeasibleError(
+        "host",
+        taken_nbytes + mapped,
+        addresses,
+        limit="rest of RLIMIT_AS",
+        largest=[("files that are mapped", mapped)],
+        would_fit=[Fit("reader", '="pread"')] if options.reader == "mmap" else (),
+    )
+
+
+def _reading(
+    options: Options, request: PlanRequest, reading: Reading, most_threads: int
+) -> PlanRequest:
+    """Return the request with the reader of each file, the threads and the chunk size."""
+    shards = request.checkpoint.shards
+    staged = not any(spec.info.host_visible for spec in request.devices)
+    whole = staged if reading == "ahead" else reading == "direct"
+    choose = partial(reader_choice, reader=options.reader, page_cache=options.page_cache)
+    choices = [choose(h, reading=reading, whole_slots=whole, fetch=options.fetch) for h in shards]
+    # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
+    remote = any(choice.kind in REMOTE_KINDS for choice in choices)
+    if options.chunk_nbytes is not None and options.chunk_nbytes < _LEAST_CHUNK_NBYTES:
+        wants = TensorRequests.of(request.checkpoint, request.wants)
+        encodes = any(coding is not None for coding in wants.codings)
+        if remote or encodes:
+            what = "files on a server" if remote else "weights that quant= quantises"
+            why = "takes a request" if remote else "is encoded alone"
+            raise ValueError(
+                f"chunk_nbytes is at least {_LEAST_CHUNK_NBYTES} for {what}, not "
+                f"{options.chunk_nbytes}: each chunk {why}; write "
+                f"chunk_nbytes={_LEAST_CHUNK_NBYTES}"
+            )
+    threads = MOST_THREADS if remote else min(options.rank_cpus or available_cpus(), most_threads)
+    most_nbytes = DEFAULT_CHUNK_NBYTES
+    lengths = [header.file_nbytes for header in shards]
+    direct = [n for n, each in zip(lengths, choices, strict=True) if each.kind == "direct"]
+    if 2 * sum(direct) > sum(lengths) and all(spec.casts for spec in request.devices):
+        threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
+    draft = replace(
+        request.draft,
+        readers=tuple(choice.kind for choice in choices),
+        reader_reasons=tuple(choice.reason for choice in choices),
+        chunk_nbytes=options.chunk_nbytes or most_nbytes,
+        threads=options.threads or threads,
+        ahead=reading == "ahead",
+    )
+    return replace(request, draft=draft)
+
+
+def _is_mappable(options: Options, path: Location) -> bool:
+    """Return whether weights may stay views on a mapped file when the load is done."""
+    downloaded = options.fetch == "cache" and file_of(path) is not None  # before a load's plan
+    if options.residence == "auto" and not downloaded:  # as for a map that is gone after the load
+        return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
+    return options.residence != "memory" and (downloaded or not isinstance(path, Url))
 
 
 def _less(nbytes: int | None, reserved: int) -> int | None:
@@ -339,6 +303,8 @@ class Place(ModelParameters):
         unstored: the device of each tensor of the model that no checkpoint has, by name.
         held: bytes of the model's old weights that the load takes over, by device.
         pages_are_known: whether the system reports those bytes; if not, they count as 0.
+        alone: whether errors may not suggest another device.
+        host_held_nbytes: free memory of the host that something else of the load takes.
     """
 
     model: Any
@@ -347,15 +313,11 @@ class Place(ModelParameters):
     held: Mapping[str, int]
     pages_are_known: bool
     devices: Devices
+    alone: bool = False
+    host_held_nbytes: int = 0
 
     @classmethod
-    def look(
-        cls,
-        model: Any,
-        checkpoint: Checkpoint,
-        options: Options,
-        device: str | Sequence[str] | None,
-    ) -> Place:
+    def look(cls, model: Any, checkpoint: Checkpoint, options: Options) -> Place:
         """Open the devices of a load, and measure the memory that its model holds there."""
         owner = None
         parameters: Sequence[Parameter] = ()
@@ -364,8 +326,8 @@ class Place(ModelParameters):
             owner = framework(framework_of(model) or default_framework())
             parameters = owner.parameters(model)
         where = {p.device for p in parameters if p.device is not None}
-        devices = open_devices(device, owner, where)
-        options.check_names(devices.opened, device)
+        devices = open_devices(options.device, owner, where)
+        check_budget(options, devices.opened)
         shared = {name for name, d in devices.opened.items() if d.info.in_process}
         reusable = _reusable(parameters, shared)
         known = reusable if reusable is not None else {}
@@ -375,7 +337,7 @@ class Place(ModelParameters):
                 held[p.device] += known.get(number, 0 if p.device in shared else p.nbytes)
         return cls(
             parameters=parameters,
-            keep=frozenset(devices.opened) if device is None else frozenset(),
+            keep=frozenset(devices.opened) if options.device is None else frozenset(),
             reusable=known,
             coded=owner.coded(model) if owner is not None else {},
             model=model,
@@ -411,7 +373,7 @@ class Place(ModelParameters):
             bf16_undecided=bf16_undecided,
             of_model=self.owner is not None,
         )
-        return options.casting(specs)
+        return specs_under(options, specs, alone=self.alone)
 
 
 def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
@@ -460,7 +422,7 @@ class Decision:
             checkpoint, _, found = own = Call(kept.checkpoint, options, kept.found)
             notes = [*kept.notes, *(quant.check_meant(checkpoint, True) if quant else ())]
             if match is None:
-                wants = options.quantised(checkpoint, found.fill)
+                wants = wants_under(options, checkpoint, found.fill)
                 return _Demand(place, own, wants, notes=notes)
             matched, swap = match, NO_SWAP
             if kept.blocks or quant.dtype is not None:
@@ -587,9 +549,10 @@ class _Demand:
         engine, notes = host_engine(self.wants, policy, specs, cast, clamp=clamp)
         begun = process_nbytes()
         free = host_room_nbytes()
-        free = None if free is None else max(free - options.host_held_nbytes, 0)
+        free = None if free is None else max(free - self.place.host_held_nbytes, 0)
         specs = [spec.within(free) for spec in specs]  # to compile took some of it
-        made = options.plan(options.request(checkpoint, self.wants, specs, engine, tied), free)
+        request = request_of(options, checkpoint, self.wants, specs, engine, tied)
+        made = plan_within(options, request, free)
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
 
     def mapped(self) -> list[Fit]:

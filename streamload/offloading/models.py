@@ -8,8 +8,9 @@ from typing import Any
 
 from streamload.devices.base import Framework
 from streamload.errors import OffloadError
+from streamload.loading.options import Options
 from streamload.loading.place import host_engine, host_room_nbytes
-from streamload.loading.prepare import Options, Place
+from streamload.loading.prepare import Place
 from streamload.offloading.model import ModelAdapter
 from streamload.planning.match import Match
 from streamload.planning.requests import DeviceSpec, TensorRequests
@@ -49,4 +50,4 @@ def device_of(place: Place, options: Options, wants: TensorRequests) -> DeviceSp
     (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
     host_engine(wants, policy, [spec], options.cast, clamp=clamp)
     free = host_room_nbytes()  # to compile took some of it
-    return spec.within(None if free is None else max(free - options.host_held_nbytes, 0))
+    return spec.within(None if free is None else max(free - place.host_held_nbytes, 0))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, Unpack, get_args
+from typing import Any, NamedTuple, Self, Unpack
 
 from streamload.checkpoint.fetch import on_disk
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.core.dtypes import BY_NAME
-from streamload.core.patterns import Patterns, Selection, check_patterns
+from streamload.core.patterns import check_patterns
 from streamload.core.progress import Progress
-from streamload.core.units import parse_bytes
 from streamload.devices.base import Device
 from streamload.errors import OffloadError, StateDictMismatchError, Suggestion
 from streamload.loading.load import described, read_call, run, uncollected
-from streamload.loading.options import NO_TRANSFER, LoadOptions, PlanOptions, takes
+from streamload.loading.options import NO_TRANSFER, OF_MODELS, OffloadOptions, Options, takes
 from streamload.loading.place import host_room_nbytes
-from streamload.loading.prepare import Call, Decision, Options, Place
+from streamload.loading.prepare import Call, Decision, Place, specs_under
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.groups import groups_of_checkpoint
@@ -25,7 +24,6 @@ from streamload.offloading.host import HostFile
 from streamload.offloading.layers import FileRange, Layer, Slots
 from streamload.offloading.model import ModelAdapter
 from streamload.offloading.models import adapter_of, check_place, device_of
-from streamload.offloading.overrun import OnOverrun
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.problem import Problem, decide_by_layers
@@ -33,7 +31,7 @@ from streamload.offloading.report import OffloadReport
 from streamload.offloading.views import FileViews
 from streamload.planning.match import wants_of
 from streamload.planning.plan import Plan
-from streamload.planning.quant_policy import STORED
+from streamload.planning.quant_policy import NO_QUANT, STORED
 from streamload.planning.shares import Share
 from streamload.planning.sources import Found
 from streamload.planning.suggest import Wanted, call_of_library
@@ -112,52 +110,25 @@ class Offloaded:
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadAsked:
-    """The arguments of `offload` that are not among `LoadOptions`, checked."""
-
-    tokens: int | None
-    stay: tuple[str, ...]
-    layers: tuple[str, ...]
-    host_nbytes: int
-    on_overrun: OnOverrun = "warn"
-
-    @classmethod
-    def read(
-        cls,
-        tokens: int | None,
-        stay: Patterns,
-        layers: Patterns,
-        host: float | str,
-        options: Mapping[str, Any],
-        on_overrun: OnOverrun = "warn",
-    ) -> Self:
-        """Check arguments of `offload`; ValueError if any, or any of ``options``, is invalid."""
-        if tokens is not None and (type(tokens) is not int or tokens < 1):
-            raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
-        if options["quant"] == STORED:
-            raise ValueError(
-                'quant="stored": layers stream as they are stored if config.json names their '
-                "formats: write that once, by streamload.transformers.from_pretrained(IN, "
-                'quant="stored").save_pretrained(OUT) (of GGUF also by streamload convert IN OUT '
-                "--dtype checkpoint), and then from_pretrained(OUT, offload=True)"
-            )
-        if options["quant"] is not None:
-            raise ValueError(
-                "quant: layers stream as they are stored: quantize the checkpoint once, with "
-                "streamload convert IN OUT --quant FORMAT, and offload that"
-            )
-        if options["residence"] != "memory":
-            raise ValueError(
-                'residence: layers stream through memory: leave it out (it is "memory")'
-            )
-        device = options["device"]
-        if device is not None and not isinstance(device, str) and isinstance(device, Sequence):
-            raise ValueError(f"a model is offloaded to one device, not to {device!r}")
-        kept, patterns = Selection.parse(stay).select, Selection.parse(layers).select
-        if on_overrun not in (known := get_args(OnOverrun)):
-            raise ValueError(f"on_overrun is one of {', '.join(known)}, not {on_overrun!r}")
-        return cls(tokens, kept, patterns, parse_bytes(host), on_overrun)
+def for_passes(read: Options) -> Options:
+    """Return the options of a call whose layers stream; ValueError if one does not apply."""
+    if read.quant.rules == (("*", STORED),):
+        raise ValueError(
+            'quant="stored": layers stream as they are stored if config.json names their '
+            "formats: write that once, by streamload.transformers.from_pretrained(IN, "
+            'quant="stored").save_pretrained(OUT) (of GGUF also by streamload convert IN OUT '
+            "--dtype checkpoint), and then from_pretrained(OUT, offload=True)"
+        )
+    if read.quant != NO_QUANT:
+        raise ValueError(
+            "quant: layers stream as they are stored: quantize the checkpoint once, with "
+            "streamload convert IN OUT --quant FORMAT, and offload that"
+        )
+    if read.residence != "memory":
+        raise ValueError('residence: layers stream through memory: leave it out (it is "memory")')
+    if isinstance(read.device, Sequence) and not isinstance(read.device, str):
+        raise ValueError(f"a model is offloaded to one device, not to {read.device!r}")
+    return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +147,6 @@ class Prepared:
         checkpoint: Checkpoint,
         read: Options,
         found: Found,
-        asked: OffloadAsked,
         *,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         part: Share | None = None,
@@ -197,25 +167,23 @@ class Prepared:
         assert match is not None  # `check_place` has refused all but models
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec = device_of(place, read, wants)
-        adapter = adapter_of(place, match, asked.layers)
-        adapter.room.on_overrun = asked.on_overrun
+        adapter = adapter_of(place, match, read.layers)
+        adapter.room.on_overrun = read.on_overrun
         if part is None:  # another rank may have the weights that stay
             names_there = [n for p in match.parameters.values() for n in p.names]
-            check_patterns("stay", asked.stay, names_there)
+            check_patterns("stay", read.stay, names_there)
         problem = Problem(
             *(read, checkpoint, wants, spec),
-            tokens=asked.tokens,
             has_layers=part is None or bool(part.layers),
             has_head=part is None or part.has_head,
             held_nbytes=place.held.get(spec.name, 0),
-            host_nbytes=asked.host_nbytes,
         )
 
         def grouped(layers: Sequence[str]) -> Problem:
-            by = adapter if layers is asked.layers else adapter_of(place, match, layers)
-            return replace(problem, groups=by.groups(problem, asked.stay), notes=adapter.notes)
+            by = adapter if layers is read.layers else adapter_of(place, match, layers)
+            return replace(problem, groups=by.groups(problem, read.stay), notes=adapter.notes)
 
-        made = decide_by_layers(asked.layers, grouped)
+        made = decide_by_layers(read.layers, grouped)
         return cls(made, load_of_stays(made, problem, place, found), problem, adapter)
 
     def run(self, progress: Progress, clock: Clock) -> Offloaded:
@@ -243,13 +211,7 @@ class Prepared:
 def offload(
     model: Any,
     path: CheckpointLike,
-    *,
-    tokens: int | None = None,
-    stay: Patterns = (),
-    layers: Patterns = (),
-    host: float | str = 0,
-    on_overrun: OnOverrun = "warn",
-    **options: Unpack[LoadOptions],
+    **options: Unpack[OffloadOptions],
 ) -> Offloaded:
     """Run a model that is larger than its budget.
 
@@ -272,21 +234,8 @@ def offload(
         model: a torch module, on the meta device or any other; or a model of tinygrad, whose layers
             are objects that are called.
         path: as in `load_state_dict`.
-        tokens: leave room for the activations of a pass of so many tokens (of all sequences
-            together), sized from ``config.json``, and without ``context`` for the KV cache of these
-            tokens, so that all of it stays under the budget. None leaves no room: activations come
-            on top of the budget.
-        stay: patterns of names of parameters that stay on the device.
-        layers: patterns of names of the modules that are layers ("encoder.stage_*"), if these names
-            do not show it ("layers.3", "h.3", "blocks.3").
-        host: most bytes of streamed layers to keep in host memory ("8GB"), as stored in the files;
-            experts last, all of a layer together. The rest comes from the page cache if all that
-            streams fits into free memory, else from the disk.
-        on_overrun: the effect of a pass of more tokens than ``tokens`` or ``context`` leave room
-            for, in the pass itself or in the KV cache: "warn" once (RuntimeWarning), with a line in
-            the report, or "error" for an OffloadError before it computes.
         device: one device; see `load_state_dict`.
-        **options: see `LoadOptions`.
+        **options: see `OffloadOptions`.
 
     Returns:
         A handle, with a ``report`` of passes.
@@ -305,48 +254,40 @@ def offload(
     threads run the model at once, or if a module keeps a view of its weights or writes into them.
     The model can run again after it.
     """
-    clock = Clock()
-    asked = OffloadAsked.read(tokens, stay, layers, host, options, on_overrun)
+    return offload_under(model, path, Options.parse(options))
+
+
+def offload_under(model: Any, path: CheckpointLike, read: Options) -> Offloaded:
+    """Offload a model under parsed options; see `offload`."""
+    clock, read = Clock(), for_passes(read)
     with uncollected():
         host_room_nbytes()  # to open the checkpoint takes some megabytes
         source = opened(path)
-        prepared = prepare(model, source, asked, options)
-        local = on_disk(source, options["fetch"], options["progress"])
+        prepared = prepare(model, source, read)
+        local = on_disk(source, read.fetch, read.progress)
         if local is not source:  # planned again, by the files
-            how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
-            return offload(model, local, on_overrun=on_overrun, **how, **options)
-    offloaded = prepared.run(options["progress"], clock)
+            return offload_under(model, local, read)
+    offloaded = prepared.run(read.progress, clock)
     if (owner := prepared.load.place.owner) is not None:
         owner.after_load(model, (), ())  # no hooks: `Prepared.make` refuses them
     return offloaded
 
 
-def prepare(model: Any, source: Checkpoint, asked: OffloadAsked, options: LoadOptions) -> Prepared:
+def prepare(model: Any, source: Checkpoint, options: Options) -> Prepared:
     """Decide an offload, and read no data; errors as in `offload`."""
-    checkpoint, read, found = read_call(source, model, **options)
-    place = Place.look(model, checkpoint, read, options["device"])
-    wanted = Wanted(
-        *(checkpoint, place.parameters, options["mapping"], options["rename"]),
-        strict=read.strict,
-    )
+    checkpoint, read, found = read_call(source, options, model)
+    place = Place.look(model, checkpoint, read)
+    wanted = Wanted(*(checkpoint, place.parameters, read.mapping, read.rename), strict=read.strict)
     try:
-        return Prepared.make(*(place, checkpoint, read, found, asked), suggest=wanted.suggestions)
+        return Prepared.make(place, checkpoint, read, found, suggest=wanted.suggestions)
     except StateDictMismatchError as error:
         call = call_of_library(model, checkpoint.path, offload=True)
         raise error.or_by(call) from None
 
 
-@takes(devices='device="cuda:0"')
+@takes(without=(*OF_MODELS, "on_overrun"), devices='device="cuda:0"')
 @uncollected()
-def plan_offload(
-    path: CheckpointLike,
-    *,
-    tokens: int | None = None,
-    stay: Patterns = (),
-    layers: Patterns = (),
-    host: float | str = 0,
-    **options: Unpack[PlanOptions],
-) -> OffloadPlan:
+def plan_offload(path: CheckpointLike, **options: Unpack[OffloadOptions]) -> OffloadPlan:
     """Plan to offload a model, from its checkpoint alone, without reading any data.
 
     Names of tensors identify layers, and embeddings whose rows are read. If the budget is in bytes
@@ -354,12 +295,8 @@ def plan_offload(
 
     Args:
         path: as in `streamload.load_state_dict`, or an open checkpoint.
-        tokens: as in `offload`; so are ``stay``, ``layers`` and ``host``.
-        stay: see ``tokens``.
-        layers: see ``tokens``.
-        host: see ``tokens``.
         device: one device.
-        **options: see `streamload.plan`.
+        **options: see `OffloadOptions`.
 
     Raises:
         PlanInfeasibleError: not even the largest layer and what must stay fit.
@@ -368,23 +305,19 @@ def plan_offload(
         DeviceNotFoundError: a device had to be opened and does not work.
         ValueError: an argument is invalid.
     """
-    asked = OffloadAsked.read(tokens, stay, layers, host, options)
-    checkpoint, read, (fill, _, tied) = read_call(path, **options)
+    checkpoint, read, (fill, _, tied) = read_call(path, for_passes(Options.parse(options)))
     wants = wants_of(checkpoint, fill)
-    specs = described(read, options["device"], wants.needs_native_bf16(read.policy))
-    (spec,) = read.casting(specs)
-    check_patterns("stay", asked.stay, wants.names)
-    problem = Problem(
-        *(read, checkpoint, wants, spec), tokens=tokens, host_nbytes=asked.host_nbytes
-    )
+    (spec,) = specs_under(read, described(read, wants.needs_native_bf16(read.policy)))
+    check_patterns("stay", read.stay, wants.names)
+    problem = Problem(read, checkpoint, wants, spec)
 
     def grouped(layers: Sequence[str]) -> Problem:
         by_name = groups_of_checkpoint(
-            *(wants, problem.nbytes, tied, asked.stay, checkpoint.config, layers)
+            *(wants, problem.nbytes, tied, read.stay, checkpoint.config, layers)
         )
         return replace(problem, groups=by_name)
 
-    return decide_by_layers(asked.layers, grouped)
+    return decide_by_layers(read.layers, grouped)
 
 
 def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Found) -> Decision:
@@ -394,11 +327,13 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
     chosen = {problem.wants.names[at] for g in made.groups if g.name in stays for at in g.wants}
     kept = [p for p in place.parameters if chosen.intersection(p.names)]
     theirs = {each for p in kept for each in p.names} if place.owner is not None else chosen
-    part = replace(place, parameters=kept, reusable={}, held=dict.fromkeys(place.held, 0))
+    part = replace(
+        place, parameters=kept, reusable={}, held=dict.fromkeys(place.held, 0), alone=True
+    )
     rest = {name: source for name, source in fill.items() if name in theirs}
     ties = {name: other for name, other in tied.items() if name in theirs}
     room = made.cache_nbytes + made.activation_nbytes + made.reserve_nbytes
-    options = replace(problem.options, reserve_nbytes=room, cache=None, one_device=True)
+    options = replace(problem.options, reserve_nbytes=room, cache=None)
     call = Call(problem.checkpoint, options, Found(rest, tied=ties))
     return Decision.make(part, call, part.match(call))
 

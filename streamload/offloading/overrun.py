@@ -7,12 +7,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from streamload.errors import OffloadError
-
-#: The effect of a pass of more tokens than there is room for: warn once, or raise.
-OnOverrun = Literal["warn", "error"]
+from streamload.loading.options import OnOverrun
 
 # Arguments of models with a shape (sequences, tokens), or with one axis more.
 _IDS, _STATES = ("input_ids", "decoder_input_ids"), ("inputs_embeds", "decoder_inputs_embeds")

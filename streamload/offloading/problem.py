@@ -14,8 +14,9 @@ from streamload.core.memory import available_system_nbytes, overhead_nbytes
 from streamload.core.units import format_bytes, round_up
 from streamload.errors import CheckpointError, Fit, PlanInfeasibleError, StreamloadError
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
+from streamload.loading.options import Options
 from streamload.loading.place import engine_of
-from streamload.loading.prepare import Options
+from streamload.loading.prepare import MOST_THREADS, plan_within, request_of
 from streamload.loading.read_choice import Reading, ahead_nbytes, reading_of
 from streamload.offloading.groups import ROOT, LayerGroup, finer_layers, rows_of_experts
 from streamload.offloading.plan import OffloadPlan
@@ -54,10 +55,8 @@ class Problem:
     Attributes:
         spec: the device; its budget is without the reserve.
         groups: the layers, in the order in which they run.
-        tokens: most tokens of a pass to leave room for; None: leave no room.
         has_layers: whether some layers, with their KV cache, are among the parameters.
         held_nbytes: device bytes that the model frees before the load.
-        host_nbytes: most bytes of layers that host memory keeps.
     """
 
     options: Options
@@ -65,11 +64,9 @@ class Problem:
     wants: TensorRequests
     spec: DeviceSpec
     groups: Sequence[LayerGroup] = ()
-    tokens: int | None = None
     has_layers: bool = True
     has_head: bool = True
     held_nbytes: int = 0
-    host_nbytes: int = 0
     notes: Sequence[str] = ()
 
     def is_plain(self, at: int) -> bool:
@@ -121,10 +118,10 @@ class Problem:
         asked, config, path = self.options.cache, self.checkpoint.config, self.checkpoint.path
         if asked is not None:
             return KvCache.of(config, asked, path=path)
-        if self.tokens is None or config.get("use_cache") is False:
+        if self.options.tokens is None or config.get("use_cache") is False:
             return None
         try:
-            return KvCache.of(config, CacheRequest(self.tokens), path=path)
+            return KvCache.of(config, CacheRequest(self.options.tokens), path=path)
         except CheckpointError:  # a model without a cache, or one of an unknown size
             return None
 
@@ -142,12 +139,12 @@ class Problem:
     @cached_property
     def activation_nbytes(self) -> int:
         """Device bytes of activations in a pass of ``tokens``; 0 if that is None."""
-        if self.tokens is None:
+        if self.options.tokens is None:
             return 0
         wide = max((dst.itemsize for dst in self.dsts if dst.kind == "float"), default=2)
         reused = self.spec.info.allocator in SEGMENTS
         found = activation_nbytes(
-            *(self.checkpoint.config, self.tokens, wide),
+            *(self.checkpoint.config, self.options.tokens, wide),
             path=self.checkpoint.path,
             reused=reused,
             has_head=self.has_head,
@@ -201,7 +198,7 @@ class Problem:
         experts = "; others hold as many experts as a token chooses"
         others = [
             ("the KV cache", self.cache_nbytes),
-            (f"activations of {self.tokens} tokens", self.activation_nbytes),
+            (f"activations of {self.options.tokens} tokens", self.activation_nbytes),
         ]
         raise PlanInfeasibleError(
             spec.name,
@@ -254,9 +251,9 @@ class Problem:
                 return over
             limit = max(limit - over, lowest)  # an allocator may round a few bytes up to many
         # host memory keeps layers first, which each pass reads, then experts
-        host = held(sizes, found.streams, self.host_nbytes)
+        host = held(sizes, found.streams, self.options.host_nbytes)
         taken = sum(size.read_nbytes for size in sizes if size.name in host)
-        host += held(sizes, found.experts, self.host_nbytes - taken)
+        host += held(sizes, found.experts, self.options.host_nbytes - taken)
         cache = self.cache if self.cache_nbytes else None
         return OffloadPlan(
             device=spec.name,
@@ -274,7 +271,7 @@ class Problem:
             **self._viewable(found, stream)._asdict(),
             cached=self._is_cached(found),
             notes=tuple(self.notes),
-            tokens=self.tokens,
+            tokens=self.options.tokens,
             cached_tokens=cache.request.context * cache.request.batch if cache else 0,
         )
 
@@ -326,11 +323,10 @@ class Problem:
             options = replace(options, page_cache="keep" if self._is_cached(found) else "drop")
         if chunk_nbytes is not None:
             options = replace(options, chunk_nbytes=chunk_nbytes)
-        if self.spec.info.casts:
-            options = replace(options, most_threads=_LANES)
         endless = replace(self.spec, budget_nbytes=ENDLESS_NBYTES, host_free_nbytes=None)
         wants = [want for layer in layers for want in layer]
-        made = self._planned(options, wants, endless, reading)
+        most_threads = _LANES if self.spec.info.casts else MOST_THREADS
+        made = self._planned(options, wants, endless, reading, most_threads)
         place = {name: at for at, name in enumerate(made.placements.names)}
         # by layer, and of each layer in the order of the files
         order = [at for layer in layers for at in sorted(place[want.name] for want in layer)]
@@ -343,23 +339,26 @@ class Problem:
         while True:
             roomy = replace(self.spec, budget_nbytes=room_nbytes)
             try:
-                return self._planned(self.options, wants, roomy, "ahead").devices[0]
+                return self._planned(self.options, wants, roomy).devices[0]
             except PlanInfeasibleError as error:
                 if error.needed_nbytes <= room_nbytes:  # another limit than the room
                     raise
                 room_nbytes = error.needed_nbytes
 
     def _planned(
-        self, options: Options, wants: Sequence[TensorRequest], spec: DeviceSpec, reading: Reading
+        self,
+        options: Options,
+        wants: Sequence[TensorRequest],
+        spec: DeviceSpec,
+        reading: Reading = "ahead",
+        most_threads: int = MOST_THREADS,
     ) -> Plan:
         """Return the plan of a load within the budget of ``spec``, without KV cache and reserve."""
         alone = replace(options, cache=None, reserve_nbytes=0)
         free = replace(spec, free_nbytes=None, reserve_nbytes=0)
         mine = TensorRequests.of(self.checkpoint, wants)
-        return alone.plan(
-            alone.request(self.checkpoint, mine, [free], engine_of(self.options.cast)),
-            reading=reading,
-        )
+        request = request_of(alone, self.checkpoint, mine, [free], engine_of(alone.cast))
+        return plan_within(alone, request, reading=reading, most_threads=most_threads)
 
     def _requests(self, numbers: Sequence[int]) -> list[TensorRequest]:
         """Return requests of parameters, by index, for new memory on the device."""

@@ -11,16 +11,16 @@ from typing import Any, Self, Unpack
 
 from streamload.checkpoint.fetch import on_disk
 from streamload.checkpoint.open import CheckpointLike, opened
-from streamload.core.patterns import Patterns, check_patterns
+from streamload.core.patterns import check_patterns
 from streamload.errors import OffloadError
 from streamload.loading.load import read_call, run, uncollected
-from streamload.loading.options import PlanOptions, takes
+from streamload.loading.options import OF_MODELS, OffloadOptions, Options, takes
 from streamload.loading.prepare import Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.groups import Step, steps_of_checkpoint
 from streamload.offloading.model import Timed
 from streamload.offloading.models import device_of
-from streamload.offloading.offload import OffloadAsked, Streaming, begin, load_of_stays
+from streamload.offloading.offload import Streaming, begin, for_passes, load_of_stays
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import Problem
 from streamload.offloading.report import OffloadReport
@@ -152,16 +152,8 @@ class LayerStream:
         self.close()
 
 
-@takes(devices='device="cuda:0"')
-def stream_layers(
-    path: CheckpointLike,
-    *,
-    tokens: int | None = None,
-    stay: Patterns = (),
-    layers: Patterns = (),
-    host: float | str = 0,
-    **options: Unpack[PlanOptions],
-) -> LayerStream:
+@takes(without=(*OF_MODELS, "on_overrun"), devices='device="cuda:0"')
+def stream_layers(path: CheckpointLike, **options: Unpack[OffloadOptions]) -> LayerStream:
     """Stream the layers of a checkpoint through a budget, for a loop of your own over them.
 
     Layers that fit stay on the device. The others share slots of device memory at fixed addresses;
@@ -187,12 +179,9 @@ def stream_layers(
 
     Args:
         path: as in `load_state_dict`, or an open checkpoint.
-        tokens: as in `offload`, and so is ``host``.
         stay: patterns of names of tensors that stay on the device.
-        layers: as in `offload`.
-        host: see ``tokens``.
         device: one device; see `load_state_dict`.
-        **options: see `LoadOptions`.
+        **options: see `OffloadOptions`.
 
     Returns:
         An iterable of (name, tensors by name), with the framework's tensors. When the loop ends, is
@@ -210,28 +199,25 @@ def stream_layers(
         ValueError: an argument is invalid.
     """
     clock = Clock()
-    asked = OffloadAsked.read(tokens, stay, layers, host, options)
+    asked = for_passes(Options.parse(options))
     with uncollected():
         source = opened(path)
-        checkpoint, read, found = read_call(source, **options)
+        checkpoint, read, found = read_call(source, asked)
         fill, _, tied = found
-        place = Place.look(None, checkpoint, read, options["device"])
+        place = Place.look(None, checkpoint, read)
         (device,), framework = place.devices.opened.values(), place.devices.framework.name
         if framework not in _SLOTS:
             raise OffloadError(f"layers stream to devices of {', '.join(_SLOTS)}, not {framework}")
         wants = wants_of(checkpoint, fill)
         check_patterns("stay", asked.stay, wants.names)
         spec = device_of(place, read, wants)
-        problem = Problem(
-            *(read, checkpoint, wants, spec), tokens=tokens, host_nbytes=asked.host_nbytes
-        )
+        problem = Problem(read, checkpoint, wants, spec)
         steps, groups = steps_of_checkpoint(wants, problem.nbytes, tied, asked.stay, asked.layers)
         made = replace(problem, groups=groups).decide()
         decided = load_of_stays(made, problem, place, found)
-        local = on_disk(source, options["fetch"], "auto")
+        local = on_disk(source, asked.fetch, "auto")
         if local is not source:  # planned again, by the files
-            how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
-            return stream_layers(local, **how, **options)
+            return stream_layers(local, **options)
     report = run(decided, False, clock)
     module, kind = _SLOTS[framework]
     streaming = begin(made, problem, device, getattr(importlib.import_module(module), kind))

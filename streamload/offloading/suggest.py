@@ -10,7 +10,7 @@ from typing import Any
 from streamload.core.units import format_bytes
 from streamload.errors import Fit, StreamloadError
 from streamload.loading.load import Infeasible
-from streamload.loading.options import DEFAULTS
+from streamload.loading.options import OPTIONS
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.models import adapter_of, device_of
 from streamload.offloading.plan import OffloadPlan
@@ -55,9 +55,10 @@ def _said(call: str, model: str, given: Mapping[str, Any], made: OffloadPlan) ->
         return []
     path = given["path"]
     written = [repr(str(path)) if isinstance(path, str) or hasattr(path, "__fspath__") else "path"]
-    for name, default in DEFAULTS.items():
-        value = given.get(name, default)
-        if name not in ("progress", "residence") and value is not default and value != default:
+    for name, option in OPTIONS.items():
+        value = given.get(name, option.default)
+        plain = name in ("progress", "residence") or value is option.default
+        if not plain and value != option.default:
             written.append(f"{name}={_written(value)}")
     needed, read = format_bytes(made.needed_nbytes), format_bytes(made.read_nbytes)
     return [Fit(call, f"({model}{', '.join(written)})", f"{needed}, and a pass reads {read}")]

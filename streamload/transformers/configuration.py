@@ -23,7 +23,7 @@ from streamload.core.location import Url
 from streamload.errors import CheckpointError
 from streamload.files.header import describe
 from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES
-from streamload.loading.options import DEFAULTS
+from streamload.loading.options import OF_PASSES, OPTIONS
 from streamload.transformers.rows import Converted
 
 #: Errors of models that are built of a configuration with other or invalid settings.
@@ -84,7 +84,7 @@ def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
     else:
         raise ValueError(f"config is a configuration of transformers, not {given!r}")
     if unknown:
-        near = get_close_matches(unknown[0], [*DEFAULTS, *dir(config)], 3)
+        near = get_close_matches(unknown[0], [*OPTIONS.keys() - OF_PASSES, *dir(config)], 3)
         raise TypeError(
             f"from_pretrained() got an unexpected keyword argument {unknown[0]!r}: neither an "
             f"option nor in the configuration" + (f"; near: {', '.join(near)}" if near else "")

@@ -14,8 +14,8 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.devices.names import environment_fp16_cast
 from streamload.errors import CheckpointError
+from streamload.loading.options import Options
 from streamload.loading.place import Devices
-from streamload.loading.prepare import Options
 from streamload.planning.requests import DTypePolicy
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.internals import build_glob_alternation, plan_of_dtypes

@@ -18,8 +18,8 @@ from streamload.core.dtypes import F32, parse_dtype
 from streamload.core.tensors import whole
 from streamload.devices.names import framework
 from streamload.errors import StateDictMismatchError, StreamloadError
+from streamload.loading.options import Options
 from streamload.loading.place import open_devices
-from streamload.loading.prepare import Options
 from streamload.transformers.configuration import Wanted, configuration_of, first_line, on_meta
 from streamload.transformers.dtypes import COMPUTED_IN
 from streamload.transformers.internals import should_convert_module
@@ -46,7 +46,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any
         dtype = parse_dtype(stated) if stated in COMPUTED_IN else F32
         model = on_meta(checkpoint, config, Wanted(), dtype)
         names = Names.of(model, checkpoint)
-        names.check(Options.read())
+        names.check(Options.parse())
     except Exception:  # any, from transformers or a model's own code
         return None
     alone = {
@@ -109,7 +109,7 @@ def why_not_opened(folder: Path) -> str:
         if missing(method_of(stated)) and not ours:
             return ""
         devices = open_devices("cpu", framework("torch"), {})
-        Prepared.of(checkpoint, str(folder), Wanted(), devices, None, Options.read())
+        Prepared.of(checkpoint, str(folder), Wanted(), devices, None, Options.parse())
     except StreamloadError as error:
         return "" if said is None or "does not run on" in str(error) else first_line(error)
     return ""
@@ -122,7 +122,7 @@ def _other_model(checkpoint: Checkpoint, config: Any) -> str:
     except Exception:  # any, from transformers or a model's own code
         return ""
     try:
-        names.check(Options.read())
+        names.check(Options.parse())
     except StateDictMismatchError as error:
         filled, stored = _layers(names.fill), _layers(checkpoint.tensors)
         more = _layers(error.unexpected)

@@ -15,26 +15,23 @@ from transformers import PreTrainedModel
 from streamload.checkpoint.fetch import documents, repository_of
 from streamload.checkpoint.open import open_checkpoint
 from streamload.core.location import Url, is_url
-from streamload.core.patterns import Patterns
 from streamload.devices.names import framework
 from streamload.errors import CheckpointError, DeviceError, OffloadError
-from streamload.loading.options import ModelOptions, takes
+from streamload.loading.options import NAMES, OF_PASSES, OPTIONS, OffloadOptions, Options, takes
 from streamload.loading.place import open_devices
-from streamload.loading.prepare import Options
-from streamload.offloading.overrun import OnOverrun
+from streamload.offloading.offload import for_passes
 from streamload.transformers.adapters import Adapter
 from streamload.transformers.arguments import found_at, takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
 from streamload.transformers.distribution import Distribution
 from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
 
-_NO_OFFLOAD = {"tokens": None, "stay": (), "layers": (), "host": 0, "on_overrun": "warn"}
 #: Options of streamload, and transformers' names of the same.
 _SAME = {"dtype": "torch_dtype", "device": "device_map", "budget": "max_memory"}
 
 
 @takes_those_of_transformers
-@takes({"strict": False})
+@takes(without=NAMES, defaults={"strict": False})
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -54,12 +51,7 @@ def from_pretrained(
     adapter_name: str | None = None,
     config_changes: Mapping[str, Any] | None = None,
     offload: bool = False,
-    tokens: int | None = None,
-    stay: Patterns = (),
-    layers: Patterns = (),
-    host: float | str = 0,
-    on_overrun: OnOverrun = "warn",
-    **options: Unpack[ModelOptions],
+    **options: Unpack[OffloadOptions],
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
 
@@ -136,7 +128,7 @@ def from_pretrained(
             initialize it like one that is missing: transformers' ``ignore_mismatched_sizes=True``.
         reserve: as in `streamload.load_state_dict`; the model's own buffers are added.
         context: as in `streamload.load_state_dict`; the cache is that of transformers, full.
-        **options: see `ModelOptions`.
+        **options: see `OffloadOptions`.
 
     Returns:
         The model, a ``transformers.PreTrainedModel``; its ``streamload_report`` is the
@@ -161,13 +153,14 @@ def from_pretrained(
             accelerate is not installed.
         ValueError: an argument is invalid.
     """
-    device = options["device"]
-    read = Options.read(
-        budget=options["budget"],
-        cast=options["cast"],
-        strict=options["strict"],
-        shapes=options["shapes"],
-    )
+    every: Mapping[str, object] = options
+    changed = [name for name in OF_PASSES if every[name] != OPTIONS[name].default]
+    if changed and not offload:
+        raise ValueError(f"{changed[0]} says how a model is offloaded: write offload=True")
+    read = Options.parse(options)
+    if offload:
+        read = for_passes(read)
+    device = read.device
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     others: dict[str, Any] = {"device": device, "offload": offload or None}
@@ -180,7 +173,7 @@ def from_pretrained(
     _check_accelerate(device)
     found = found_at(path, revision, subfolder, local_files_only=local_files_only)
     with ExitStack() as held:
-        base, folder = found, held.enter_context(documents(found, options["fetch"]))
+        base, folder = found, held.enter_context(documents(found, read.fetch))
         adapter = Adapter.at(folder, is_named=repository_of(path) is not None)
         if adapter is not None and adapter.base is not None:
             try:
@@ -189,7 +182,7 @@ def from_pretrained(
                 problem = f"{error.problem}; the adapter {found} names it as its base: write "
                 problem += f"from_pretrained(BASE, adapters=[{json.dumps(str(found))}])"
                 raise replace(error, problem=problem) from error.__cause__
-            folder = held.enter_context(documents(base, options["fetch"]))
+            folder = held.enter_context(documents(base, read.fetch))
         checkpoint = replace(open_checkpoint(base, variant=variant), path=folder)
         implementations = {
             "attn_implementation": attn_implementation,
@@ -208,10 +201,6 @@ def from_pretrained(
         )
         if quantization_config is not None and options["quant"] is not None:
             raise ValueError("quant and quantization_config say the same: leave one of them out")
-        asked = dict(tokens=tokens, stay=stay, layers=layers, host=host, on_overrun=on_overrun)
-        changed = [name for name, value in asked.items() if value != _NO_OFFLOAD[name]]
-        if changed and not offload:
-            raise ValueError(f"{changed[0]} says how a model is offloaded: write offload=True")
         if offload and adapter is not None:
             raise OffloadError(
                 f"{found} is an adapter, whose modules stand in those that stream: offload its "
@@ -230,12 +219,12 @@ def from_pretrained(
             read,
         )
         if offload:
-            offloaded = load_untied(lambda: prepared.offload(devices, options, asked), prepared)
+            offloaded = load_untied(lambda: prepared.offload(devices, read), prepared)
             report = offloaded.load
             prepared.model.streamload_offload = offloaded
         else:
             adapter_nbytes = 0 if adapter is None else adapter.nbytes
-            report = load_untied(lambda: prepared.load(devices, adapter_nbytes, options), prepared)
+            report = load_untied(lambda: prepared.load(devices, adapter_nbytes, read), prepared)
         report = replace(without_stale_notes(report, prepared.model), path=str(base))
         prepared.finish(report)
         if adapter is not None:
@@ -244,7 +233,7 @@ def from_pretrained(
 
 
 @contextmanager
-def streamed(**options: Unpack[ModelOptions]) -> Iterator[None]:
+def streamed(**options: Unpack[OffloadOptions]) -> Iterator[None]:
     """Replace transformers' own ``from_pretrained`` by streamload's inside a ``with`` block.
 
     For packages that call it: ``with streamed(budget="3GB"): model = SentenceTransformer(path)``;

@@ -14,7 +14,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.system import callers_level
 from streamload.core.tensors import whole as all_of
 from streamload.errors import ShapeMismatch, StateDictMismatchError, listed
-from streamload.loading.prepare import Options
+from streamload.loading.options import Options
 from streamload.planning.match import skipping_shapes
 from streamload.planning.sources import Source, model_shape
 from streamload.transformers.configuration import first_line

@@ -18,8 +18,8 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import parse_dtype
 from streamload.errors import ShapeMismatch, StateDictMismatchError
+from streamload.loading.options import Options
 from streamload.loading.place import Devices
-from streamload.loading.prepare import Options
 from streamload.loading.report import LoadReport
 from streamload.planning.sources import Source
 from streamload.transformers.configuration import Wanted
@@ -149,7 +149,7 @@ def part_of(
     checkpoint: Checkpoint,
     asked: Any,
     devices: Devices,
-    options: Mapping[str, Any],
+    options: Options,
     converted: Converted | None = None,
 ) -> Part:
     """Build one model of a pipeline on the meta device, and match it.
@@ -168,7 +168,7 @@ def part_of(
         Wanted(model_class=model_class, config=folder, changes=changes, converted=converted),
         devices,
         asked,
-        Options.read(budget=options["budget"], cast=options["cast"]),
+        options,
     )
 
 

@@ -11,14 +11,14 @@ from typing import Any, NoReturn, Self
 
 from diffusers import DiffusionPipeline
 
-from streamload.core.patterns import Patterns, Selection
+from streamload.core.patterns import Selection
 from streamload.core.units import format_bytes
 from streamload.errors import Fit, OffloadError, PlanInfeasibleError, StreamloadError
 from streamload.loading.load import uncollected
+from streamload.loading.options import Options
 from streamload.loading.place import Devices
 from streamload.loading.report import LoadReport
 from streamload.offloading import offload
-from streamload.offloading.offload import OffloadAsked
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.torch_turns import Turn, Turns
@@ -90,11 +90,9 @@ def _refuse(name: str, why: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 @uncollected()
-def take_turns(
-    parts: Mapping[str, Part], devices: Devices, options: Any, stay: Patterns
-) -> OffloadedPipeline:
+def take_turns(parts: Mapping[str, Part], devices: Devices, options: Options) -> OffloadedPipeline:
     """Plan all models, and put placeholders into them; reads no data."""
-    decided = _all_decided(parts, devices, options, stay)
+    decided = _all_decided(parts, devices, options)
     specs = [each.problem.spec for each in decided.values()]
     limits = [n for spec in specs for n in (spec.budget_nbytes, spec.free_nbytes) if n is not None]
     turns, found = Turns(min(limits, default=0)), {}
@@ -104,39 +102,39 @@ def take_turns(
     return OffloadedPipeline(found)
 
 
-def fits_in_turns(parts: Mapping[str, Part], devices: Devices, options: Any) -> list[Fit]:
+def fits_in_turns(parts: Mapping[str, Part], devices: Devices, options: Options) -> list[Fit]:
     """Return ``offload=True`` for an error of a load that does not fit; [] if it cannot help."""
     with suppress(StreamloadError, ValueError):
-        plans = [each.plan for each in _all_decided(parts, devices, options, ()).values()]
+        plans = [each.plan for each in _all_decided(parts, devices, options).values()]
         needed = max(plan.needed_nbytes for plan in plans)
         return [Fit("offload", "=True", format_bytes(needed, up=True))]
     return []
 
 
 def _all_decided(
-    parts: Mapping[str, Part], devices: Devices, options: Any, stay: Patterns
+    parts: Mapping[str, Part], devices: Devices, options: Options
 ) -> dict[str, offload.Prepared]:
     """Plan each model; all keep the bytes of buffers that any model computes free."""
-    kept = stay_in(Selection.parse(stay).select, {name: [*p.fill] for name, p in parts.items()})
-    asked = OffloadAsked.read(None, (), (), 0, options)
+    options = offload.for_passes(options)
+    kept = stay_in(options.stay, {name: [*p.fill] for name, p in parts.items()})
     beside_nbytes = sum(part.beside_nbytes(devices) for part in parts.values())
     out = {}
     for name, part in parts.items():
         given = filling(options, part.fill, part.rules() or None, beside_nbytes)
-        mine = replace(asked, stay=tuple(kept[name]))
-        out[name] = load_untied(partial(_decided, name, part, given, mine), part)
+        mine = replace(given, stay=tuple(kept[name]))
+        out[name] = load_untied(partial(_decided, name, part, mine), part)
     return out
 
 
-def _decided(name: str, part: Part, options: Any, asked: OffloadAsked) -> offload.Prepared:
+def _decided(name: str, part: Part, options: Options) -> offload.Prepared:
     """Plan a model by its usual layers, or else by smaller ones."""
     if isinstance(part, Prepared):
         part.check_streams()
     try:
-        return offload.prepare(part.model, part.checkpoint, asked, options)
+        return offload.prepare(part.model, part.checkpoint, options)
     except PlanInfeasibleError as error:
         fits = [fit for fit in error.would_fit if isinstance(fit, Fit) and fit.option == "layers"]
-        if not fits or asked.layers:
+        if not fits or options.layers:
             raise error.of_model(name).without("layers") from None
     finer = Selection.parse(ast.literal_eval(fits[0].rest.removeprefix("="))).select
-    return _decided(name, part, options, replace(asked, layers=finer))
+    return _decided(name, part, replace(options, layers=finer))

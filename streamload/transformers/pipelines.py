@@ -25,22 +25,26 @@ from streamload.checkpoint.variants import is_of
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.location import Location, Url
-from streamload.core.memory import BudgetLike
-from streamload.core.patterns import Patterns
-from streamload.core.progress import Progress
 from streamload.devices.names import framework
 from streamload.errors import CheckpointError, PlanInfeasibleError, ShardNotFoundError
 from streamload.files.header import Header, parse_json_object
 from streamload.files.hub import cached, choose, file_of, url_of
-from streamload.loading.load import load_state_dict
-from streamload.loading.options import DEFAULTS, StreamOptions, takes
+from streamload.loading.load import load_under
+from streamload.loading.options import (
+    CACHE,
+    CHANGES,
+    NAMES,
+    OPTIONS,
+    OffloadOptions,
+    Options,
+    takes,
+)
 from streamload.loading.place import Devices, open_devices
 from streamload.loading.report import LoadReport
-from streamload.offloading.offload import OffloadAsked
+from streamload.offloading.offload import for_passes
 from streamload.offloading.suggest import OFFLOAD
 from streamload.planning.dequantize import dequantized
-from streamload.planning.planner import Residence
-from streamload.planning.quant_policy import QuantArgument
+from streamload.planning.quant_policy import QuantPolicy
 from streamload.planning.sources import Source
 from streamload.transformers.arguments import by_name, found_at, takes_those_of_transformers
 from streamload.transformers.pipeline_models import Part, part_of
@@ -61,26 +65,15 @@ __all__ = ["from_pretrained"]
 _T = TypeVar("_T")
 
 _PIPELINE = "model_index.json"
-#: Options of other loads, which diffusers would ignore as unknown components.
-_OTHERS = DEFAULTS.keys() | {"tokens", "layers", "host", "on_overrun"}
 _MODELS = (diffusers.ModelMixin, transformers.PreTrainedModel)
 _WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".ckpt", ".pt", ".pth")
 
 
-class PipelineOptions(StreamOptions, total=False):
-    """The options of `from_pretrained`; see `streamload.loading.options.LoadOptions`."""
-
-    budget: BudgetLike
-    device: str | None
-    dtype: DTypeArgument
-    quant: QuantArgument
-    reserve: float | str
-    residence: Residence
-    progress: Progress
+_OF_MODELS = ("strict", "shapes", "tokens", "layers", "host", "on_overrun")
 
 
 @takes_those_of_transformers
-@takes()
+@takes(without=(*NAMES, *CHANGES, *CACHE, *_OF_MODELS))
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -91,8 +84,7 @@ def from_pretrained(
     components: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     config: Any = None,
     offload: bool = False,
-    stay: Patterns = (),
-    **options: Unpack[PipelineOptions],
+    **options: Unpack[OffloadOptions],
 ) -> Any:
     """Load a pipeline of diffusers, all of its models streamed under one budget in bytes.
 
@@ -139,7 +131,7 @@ def from_pretrained(
         stay: with ``offload``, patterns of names of weights that do not stream, with or without
             the component's name before them.
         reserve: bytes, or a size, that stay free on the device: for activations, and LoRAs.
-        **options: see `PipelineOptions`.
+        **options: see `OffloadOptions`.
 
     Returns:
         The pipeline, or the model; without ``offload`` its ``streamload_report`` is the
@@ -157,14 +149,15 @@ def from_pretrained(
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a pipeline, not {type(path).__name__}")
-    device, given = options["device"], by_name(components)
+    read, given = Options.parse(options), by_name(components)
+    device = read.device
     if device is not None and not isinstance(device, str):
         raise ValueError(f'a pipeline goes to one device: device="cuda:0", not {device!r}')
     if offload:
-        OffloadAsked.read(None, stay, (), 0, options)
-    elif stay:
+        for_passes(read)
+    elif read.stay:
         raise ValueError("stay says how a model is offloaded: write offload=True")
-    if others := sorted(given.keys() & _OTHERS):
+    if others := sorted(given.keys() & OPTIONS.keys()):  # else diffusers would ignore them
         raise ValueError(f"{others[0]} is no option here: leave it out")
     found = found_at(path, revision, subfolder)
     inside = Contents(found)
@@ -177,7 +170,7 @@ def from_pretrained(
     given.pop("*", None)
     folder = inside.folder
     if folder is not None:
-        folder = _downloaded(folder, variant, {*given, *inside.models}, options)
+        folder = _downloaded(folder, variant, {*given, *inside.models}, read)
     if isinstance(folder, Url):
         raise CheckpointError(folder, "a pipeline is loaded from a folder on this machine")
     is_pipeline = folder is not None and (folder / _PIPELINE).is_file()
@@ -185,17 +178,17 @@ def from_pretrained(
         names = ", ".join(["pipeline_class"] * (pipeline_class is not None) + list(given))
         raise ValueError(f"{found} holds one model, and no pipeline: leave {names} away")
     devices = open_devices(device, framework("torch"), {})
-    parts = _parts(folder, inside.models, variant, given, devices, options)
+    parts = _parts(folder, inside.models, variant, given, devices, options["dtype"], read)
     models = {name: part.model for name, part in parts.items()}
     report = offloaded = None
     if offload:
-        offloaded = take_turns(parts, devices, options, stay)
+        offloaded = take_turns(parts, devices, read)
     else:
         tensors = {name: part.checkpoint.tensors for name, part in parts.items()}
         asked = by_model("quant", options["quant"], tensors, given, alone=not is_pipeline)
         quant, notes = formats_of(parts, asked)
         named = found if folder is None or inside.models else folder
-        report = _load(named, parts, devices, {**options, "quant": quant})
+        report = _load(named, parts, devices, replace(read, quant=QuantPolicy.parse(quant)))
         report = replace(report, notes=(*report.notes, *notes))
         for part in parts.values():
             part.finish(report)
@@ -214,7 +207,7 @@ def from_pretrained(
 
 
 def _downloaded(
-    folder: Location, variant: str | None, given: Set[str], options: PipelineOptions
+    folder: Location, variant: str | None, given: Set[str], options: Options
 ) -> Location:
     """Return the folder in the local cache of a pipeline of the hub, after a download.
 
@@ -223,7 +216,7 @@ def _downloaded(
     file, listed = file_of(folder), listing(folder)
     if file is None or listed is None:
         return folder
-    if options["fetch"] == "stream":
+    if options.fetch == "stream":
         raise CheckpointError(folder, "a pipeline is loaded from files: write fetch='cache'")
     owners, names = [""], [*listed]
     if _PIPELINE in listed:
@@ -244,7 +237,7 @@ def _downloaded(
         shards = open_checkpoint(part, variant=variant if has else None).shards
         sizes |= {h.path: h.file_nbytes for h in shards if isinstance(h.path, Url)}
     choose("cache", sizes, folder)
-    download([*sizes], sum(sizes.values()), options["progress"])
+    download([*sizes], sum(sizes.values()), options.progress)
     first = _PIPELINE if _PIPELINE in names else "config.json"
     return cached(url_of(file._replace(path=file.path + first))).parent
 
@@ -320,7 +313,8 @@ def _parts(
     variant: str | None,
     given: Mapping[str, Any],
     devices: Devices,
-    options: PipelineOptions,
+    dtype: DTypeArgument,
+    options: Options,
 ) -> dict[str, Part]:
     """Build the models `held` in a file and those of a folder, but `given` ones, and match them."""
     classes = {} if folder is None else _classes(folder, {**given, **held})
@@ -333,7 +327,7 @@ def _parts(
     every = {**checkpoints, **{name: one.checkpoint for name, one in held.items()}}
     tensors = {name: each.tensors for name, each in every.items()}
     alone = folder is None or not (folder / _PIPELINE).is_file()
-    asked = by_model("dtype", options["dtype"], tensors, given, alone=alone)
+    asked = by_model("dtype", dtype, tensors, given, alone=alone)
     return {
         name: part_in_file(held[name], asked[name], devices, options)
         if name in held
@@ -346,7 +340,7 @@ def _load(
     path: Location,
     parts: Mapping[str, Part],
     devices: Devices,
-    options: PipelineOptions,
+    options: Options,
 ) -> LoadReport:
     """Load all models as one, with component names as prefixes, under one budget."""
     checkpoint = _joined(path, parts)
@@ -361,7 +355,7 @@ def _load(
         beside_nbytes = sum(part.beside_nbytes(devices) for part in parts.values())
         try:
             asked = filling(options, fill, rules or None, beside_nbytes)
-            return load_state_dict(model, checkpoint, **asked)
+            return load_under(model, checkpoint, asked, {"path": path})
         except PlanInfeasibleError as error:
             fits = fits_in_turns(parts, devices, options)
             # others are of all models as one

@@ -13,7 +13,6 @@ import torch
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.weights import CONFIG_KEYS
 from streamload.core.dtypes import DTypeArgument
-from streamload.core.units import parse_bytes
 from streamload.devices.names import framework
 from streamload.errors import (
     CheckpointError,
@@ -21,15 +20,15 @@ from streamload.errors import (
     PlanInfeasibleError,
     StateDictMismatchError,
 )
-from streamload.loading.load import load_state_dict
-from streamload.loading.options import ModelOptions
+from streamload.loading.load import load_under
+from streamload.loading.options import Options
 from streamload.loading.place import Devices, on_unstored
-from streamload.loading.prepare import Options
 from streamload.loading.report import LoadReport
-from streamload.offloading.offload import Offloaded, offload
+from streamload.offloading.offload import Offloaded, offload_under
 from streamload.offloading.suggest import OFFLOAD
 from streamload.planning.dequantize import all_dequantized, decoded_always, dequantized
 from streamload.planning.match import same_bytes
+from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta, outer_of
 from streamload.transformers.dtypes import Dtypes
@@ -129,11 +128,11 @@ class Prepared:
         """Return the bytes to keep free on each device for tensors that the checkpoint lacks."""
         return beside_nbytes(self.names, devices) + self.quantized.beside_nbytes
 
-    def load(self, devices: Devices, adapter_nbytes: int, options: ModelOptions) -> LoadReport:
+    def load(self, devices: Devices, adapter_nbytes: int, options: Options) -> LoadReport:
         """Load the model, and keep `adapter_nbytes` free on each device for an adapter."""
         asked = self._asked(devices, adapter_nbytes, options)
         try:
-            report = load_state_dict(self.model, self.checkpoint, **asked)
+            report = load_under(self.model, self.checkpoint, asked, {"path": self.checkpoint.path})
         except PlanInfeasibleError as error:
             stays = adapter_nbytes or self.quantized.stays
             raise error.calling(OFFLOAD, "" if stays else "offload=True") from None
@@ -143,11 +142,10 @@ class Prepared:
         """Return a load's report with the notes on quantized weights added."""
         return replace(report, notes=(*report.notes, *self.quantized.notes))
 
-    def offload(self, devices: Devices, options: ModelOptions, how: Mapping[str, Any]) -> Offloaded:
-        """Call `offload` with arguments `how`; OffloadError if quantized weights cannot stream."""
+    def offload(self, devices: Devices, options: Options) -> Offloaded:
+        """Offload the model; OffloadError if quantized weights cannot stream."""
         self.check_streams()
-        asked = {**how, **self._asked(devices, 0, options)}
-        offloaded = offload(self.model, self.checkpoint, **asked)
+        offloaded = offload_under(self.model, self.checkpoint, self._asked(devices, 0, options))
         offloaded.load = self._noted(offloaded.load)
         return offloaded
 
@@ -156,10 +154,10 @@ class Prepared:
         if self.quantized.stays:
             raise OffloadError(f"{self.checkpoint.path}: {self.quantized.stays}")
 
-    def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> dict[str, Any]:
+    def _asked(self, devices: Devices, beside_nbytes: int, options: Options) -> Options:
         """Return the options of a load, which skips wrong shapes that `Names.check` allowed."""
         beside_nbytes += self.beside_nbytes(devices)
-        return {**filling(options, self.fill, self.rules(), beside_nbytes), "shapes": "skip"}
+        return replace(filling(options, self.fill, self.rules(), beside_nbytes), shapes="skip")
 
     def untied(self) -> bool:
         """Untie weights whose two stored copies differ; return whether there were any."""
@@ -187,17 +185,17 @@ def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantizatio
 
 
 def filling(
-    options: Any, fill: Mapping[str, Source], dtype: DTypeArgument, beside_nbytes: int
-) -> dict[str, Any]:
+    options: Options, fill: Mapping[str, Source], dtype: DTypeArgument, beside_nbytes: int
+) -> Options:
     """Return `options` of a load that fills the names in `fill`, reserving `beside_nbytes` more."""
-    return {
-        **options,
-        "dtype": dtype,
-        "rename": lambda name: name if name in fill else None,
-        "mapping": fill,
-        "strict": False,
-        "reserve": parse_bytes(options["reserve"]) + beside_nbytes,
-    }
+    return replace(
+        options,
+        policy=DTypePolicy.parse(dtype, options.policy.fp16_cast),
+        rename=lambda name: name if name in fill else None,
+        mapping=fill,
+        strict=False,
+        reserve_nbytes=options.reserve_nbytes + beside_nbytes,
+    )
 
 
 def load_untied(load: Callable[[], _Loaded], *models: Any) -> _Loaded:

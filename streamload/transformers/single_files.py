@@ -24,6 +24,7 @@ from streamload.checkpoint.open import Checkpoint, from_headers, locate, open_ch
 from streamload.core.dtypes import F16
 from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError
+from streamload.loading.options import Options
 from streamload.loading.place import Devices
 from streamload.planning.dequantize import decoded_always, dequantized
 from streamload.transformers.configuration import first_line
@@ -263,7 +264,7 @@ def _class_in(config: Mapping[str, Any]) -> Any:
     return found
 
 
-def part_in_file(held: InFile, dtype: Any, devices: Devices, options: Mapping[str, Any]) -> Part:
+def part_in_file(held: InFile, dtype: Any, devices: Devices, options: Options) -> Part:
     """Build one model in a file on the meta device, and match it; `dtype`: the caller's for it."""
     checkpoint, made = held.checkpoint, held.converted
     if checkpoint.stored:  # as transformers' models of GGUF files

@@ -10,26 +10,26 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, TypedDict, Unpack, get_type_hints
+from typing import Any, Unpack, get_type_hints
 
 import pytest
 from needs import module
 
 import streamload
-from streamload.loading.options import DEFAULTS, LoadOptions, takes
+from streamload.loading.options import OF_PASSES, OPTIONS, LoadOptions, Options, takes
 
+LOADS = OPTIONS.keys() - OF_PASSES
 CHANGES = {"transform", "adapters"}
 ENTRANCES = {
-    "load_state_dict": DEFAULTS.keys(),
-    "plan": DEFAULTS.keys() - {"strict", "shapes", "progress"},
-    "split": DEFAULTS.keys()
-    - {"strict", "shapes", "progress", "budget", "device", "residence", *CHANGES},
-    "distributed.load_state_dict": DEFAULTS.keys() - {"residence", *CHANGES},
+    "load_state_dict": LOADS,
+    "plan": LOADS - {"strict", "shapes", "progress"},
+    "split": LOADS - {"strict", "shapes", "progress", "budget", "device", "residence", *CHANGES},
+    "distributed.load_state_dict": LOADS - {"residence", *CHANGES},
     "distributed.plan": {
         *("budget", "device", "dtype", "quant", "rename", "mapping"),
         *("reserve", "context", "batch", "cache_dtype"),
     },
-    "transformers.from_pretrained": DEFAULTS.keys() - {"rename", "mapping"},
+    "transformers.from_pretrained": LOADS - {"rename", "mapping"},
 }
 
 
@@ -53,10 +53,10 @@ def test_each_option_has_a_type_a_default_and_a_description(name: str) -> None:
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
         # as with transformers' own, what does not match is warned of
         loose = (name, option) == ("transformers.from_pretrained", "strict")
-        default = False if loose else DEFAULTS[option]  # type: ignore[literal-required]
+        default = False if loose else OPTIONS[option].default
         assert parameters[option].default == default
     assert "options" not in parameters
-    assert DEFAULTS.keys() & parameters.keys() == ENTRANCES[name]
+    assert LOADS & parameters.keys() == ENTRANCES[name]
 
 
 def test_dir_shows_public_names() -> None:
@@ -79,13 +79,11 @@ def test_what_needs_an_extra_names_it(name: str, lacks: str) -> None:
     assert re.search(r"pip install '.*transformers>=\d", said)
 
 
-def test_every_option_has_a_default_and_a_description() -> None:
-    """In one place each."""
-    assert DEFAULTS.keys() == get_type_hints(LoadOptions).keys()
-    described = [
-        line.strip().partition(":")[0] for line in (LoadOptions.__doc__ or "").splitlines()
-    ]
-    assert DEFAULTS.keys() <= set(described)
+@pytest.mark.parametrize("name", ["cast", "strict", "threads", "tokens", "on_overrun"])
+def test_a_plain_option_is_checked_by_its_type(name: str) -> None:
+    """Choices, flags and whole numbers; the error names the option."""
+    with pytest.raises(ValueError, match=rf"^{name} is .*, not 0\.5$"):
+        Options.parse({name: 0.5})
 
 
 @pytest.mark.parametrize("name", ENTRANCES)
@@ -105,15 +103,10 @@ def test_an_unknown_option_is_refused_as_python_does(name: str) -> None:
         function()
 
 
-class Narrow(TypedDict, total=False):
-    """Two of the options."""
-
-    reserve: float | str
-    batch: int
-
-
-@takes(cores="threads=4")
-def narrow(path: str, *, verify: bool, fast: bool = True, **options: Unpack[Narrow]) -> Narrow:
+@takes(without=LOADS - {"reserve", "batch"}, cores="threads=4")
+def narrow(
+    path: str, *, verify: bool, fast: bool = True, **options: Unpack[LoadOptions]
+) -> LoadOptions:
     """Say what it was given.
 
     Args:
@@ -122,7 +115,7 @@ def narrow(path: str, *, verify: bool, fast: bool = True, **options: Unpack[Narr
         batch: as many as it likes.
         verify: whether it looks again.
         fast: whether it hurries.
-        **options: see `Narrow`.
+        **options: see `LoadOptions`.
 
     Returns:
         The options.
@@ -135,11 +128,11 @@ def test_a_narrower_entrance() -> None:
     assert narrow("x", verify=True, batch=2) == {"reserve": 0, "batch": 2}
     shown = inspect.signature(narrow)
     assert list(shown.parameters) == ["path", "verify", "reserve", "batch", "fast"]
-    assert shown.return_annotation is Narrow
+    assert shown.return_annotation is LoadOptions
     assert get_type_hints(narrow)["batch"] is int
     assert pickle.loads(pickle.dumps(narrow)) is narrow
     with pytest.raises(TypeError, match=r"'dtype'$"):
-        narrow("x", verify=True, dtype="float16")  # type: ignore[call-arg]
+        narrow("x", verify=True, dtype="float16")
     with pytest.raises(TypeError, match=r"'cores': write threads=4$"):
         narrow("x", verify=True, cores=2)  # type: ignore[call-arg]
 

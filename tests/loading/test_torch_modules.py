@@ -813,8 +813,9 @@ def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> 
 
 def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     """What the host only reads takes more of them than its casts do; what is asked for is had."""
+    from streamload.loading.options import Options
     from streamload.loading.place import unseen_spec
-    from streamload.loading.prepare import Options
+    from streamload.loading.prepare import plan_within, request_of, specs_under
     from streamload.planning.match import wants_of
     from streamload.planning.sources import sources
 
@@ -823,15 +824,10 @@ def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     spec = unseen_spec("cuda:0", 10**9)
 
     def threads(dtype: str, count: int | None, cast: Any = "llvm") -> int:
-        options = Options.read(
-            dtype=dtype,
-            cast=cast,
-            reader="pread",
-            chunk_nbytes=2**23,
-            threads=count,
-        )
-        request = options.request(checkpoint, wants, options.casting([spec]), "llvm")
-        return options.plan(request).threads
+        given = {"dtype": dtype, "cast": cast, "threads": count}
+        options = Options.parse(given | {"reader": "pread", "chunk_nbytes": 2**23})
+        request = request_of(options, checkpoint, wants, specs_under(options, [spec]), "llvm")
+        return plan_within(options, request).threads
 
     assert threads("float16", 12) == threads("checkpoint", 12) == 12
     assert threads("float16", None) == min(threads("checkpoint", None), 8)
