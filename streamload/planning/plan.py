@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from streamload.codecs.cast_table import OutOfRange
+from streamload.codecs.scheme import LIBRARIES
 from streamload.core.bounded_json import parse_json
 from streamload.core.chart import Stack, as_html
 from streamload.core.dtypes import BY_NAME, DType, named
@@ -371,7 +373,7 @@ class Plan:
                     **p
                     | {
                         "shape": tuple(p["shape"]),
-                        "src": named(p["src"]),
+                        "src": _dtype(p["src"]),
                         "dst": BY_NAME[p["dst"]],
                         "source": tuple(
                             RowRange(n, i, j, Columns(*c) if c else None)
@@ -405,6 +407,15 @@ def _plain(value: Any) -> Any:
     fields = {name: getattr(value, name) for name in value.__slots__}
     as_list = isinstance(value, (RowRange, Columns, RowTranspose))
     return [*fields.values()] if as_list else fields
+
+
+def _dtype(name: str) -> DType:
+    """Return the dtype with a long name; imports all libraries of quantized weights for theirs."""
+    with suppress(KeyError):
+        return named(name)
+    for row in LIBRARIES.values():
+        row.load()
+    return named(name)
 
 
 def _coding(found: dict[str, Any]) -> Coding:

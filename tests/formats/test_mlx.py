@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,16 @@ def test_what_mlx_quantised(tmp_path: Path, bits: int, group: int, dtype: str) -
     streamload.convert(tmp_path, tmp_path / "out", dtype="float32", progress=False)
     assert np.array_equal(load(tmp_path / "out")[f"{NAME}.weight"], expected)
     assert "quantization" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_plan_is_read_in_another_process(tmp_path: Path) -> None:
+    """Its JSON names a dtype of MLX, whose module that process has not imported."""
+    write(tmp_path, 4, 64, "bfloat16")
+    plan = streamload.plan(tmp_path, budget="1GB", device="host", dtype="float16").to_json()
+    code = "import sys, streamload; print(streamload.Plan.from_json(sys.stdin.read()).to_json())"
+    command = [sys.executable, "-c", code]
+    again = subprocess.run(command, input=plan, capture_output=True, text=True, check=True)
+    assert again.stdout.strip() == plan
 
 
 def test_experts_and_settings_of_one_module(tmp_path: Path) -> None:
