@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import boxes
 
-from bench_parts.section import FILES, Options, Section, boxes_here, checkpoint
+from bench_parts.section import FILES, Options, Section, boxes_here, checkpoint, in_turns
 from streamload.bench.processes import Child, MeasurementError, call
 from streamload.core.units import format_bytes
 
@@ -186,10 +187,13 @@ def _compare(options: Options, maker: boxes.Boxes, path: Path, site: str, sectio
     half = {"budget": str(options.nbytes // 2)}
     for entrance in ENTRANCES:
         more = half if entrance != "in place" else {}
-        rates: dict[str, list[float]] = {"": [], site: []}
-        for which in [*rates] * max(options.runs, 3):
-            sites = [which] if which else []
-            ran = run(maker, path, (entrance, "stated", "not cached"), None, sites, **more)
-            rates[which].append(ran["said"]["rate"])
-        now, before = median(rates[""]), median(rates[site])
+        cell = (entrance, "stated", "not cached")
+        jobs = {
+            which: partial(run, maker, path, cell, None, sites, **more)
+            for which, sites in (("now", []), ("before", [site]))
+        }
+        now, before = (
+            median(ran["said"]["rate"] for ran in tried)
+            for tried in in_turns(jobs, max(options.runs, 3)).values()
+        )
         section.target(f"{entrance}, cold: rate of before", now / before, at_least=LEAST_RATE)

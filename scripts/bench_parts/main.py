@@ -13,10 +13,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from bench_parts import sections
 from bench_parts.boxed_section import boxed_entrances
 from bench_parts.diffusers_section import diffusers
@@ -29,7 +25,7 @@ from bench_parts.section import NotHereError, Options, Section
 from bench_parts.torch_section import torch_box
 from streamload.bench import machine
 from streamload.bench.loaders import LOADERS
-from streamload.core.units import parse_bytes
+from streamload.core.units import format_table, parse_bytes
 from streamload.devices.probing import probe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,7 +45,6 @@ _OPTIONS = {field.name for field in fields(Options)}
 def main() -> None:
     """Measure, print tables, and write JSON."""
     args = _arguments()
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
@@ -58,7 +53,7 @@ def main() -> None:
     devices = [n for n in wanted if probe("host" if n == "host" else "tinygrad", n).works]
     facts["devices that do not work"] = ", ".join(n for n in wanted if n not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
-    console.print(_table([{"machine": key, "": value} for key, value in facts.items()]))
+    _print_rows([{"machine": key, "": value} for key, value in facts.items()])
     failed: list[str] = []
     args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=args.work) as work:
@@ -71,7 +66,7 @@ def main() -> None:
             try:
                 section = KNOWN[name](options)
             except NotHereError as error:
-                console.print(f"\n{name}: not here: {error}", markup=False)
+                print(f"\n{name}: not here: {error}")
                 report["sections"][name] = {"not_here": str(error)}
                 continue
             except Exception as error:  # the other sections have taken their time, or will
@@ -79,7 +74,7 @@ def main() -> None:
                 report["sections"][name] = {"failed": f"{type(error).__name__}: {error}"}
                 failed.append(name)
                 continue
-            _print(console, section)
+            _print(section)
             report["sections"][name] = section.to_json()
             failed += [f"{name} {failure}" for failure in section.failures]
             if args.json:  # after each: the next may take more time than there is
@@ -87,7 +82,7 @@ def main() -> None:
             for chart, text in section.charts.items() if args.charts else ():
                 args.charts.mkdir(parents=True, exist_ok=True)
                 (args.charts / f"{chart}.svg").write_text(text)
-    console.print(f"\nagain: {command}", markup=False)
+    print(f"\nagain: {command}")
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if failed:
@@ -185,13 +180,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _print(console: Console, section: Section) -> None:
-    console.print(f"\n{section.name}: {section.note}", markup=False)
-    console.print(_table(section.rows))
+def _print(section: Section) -> None:
+    print(f"\n{section.name}: {section.note}")
+    _print_rows(section.rows)
     for title, more in ((title, rows) for title, rows in section.tables.items() if rows):
-        console.print(f"\n{title}:", markup=False)
-        console.print(_table(more))
-    rows = [
+        print(f"\n{title}:")
+        _print_rows(more)
+    targets = [
         {
             "target": target.what,
             "measured": f"{target.value:.4g}",
@@ -200,17 +195,12 @@ def _print(console: Console, section: Section) -> None:
         }
         for target in section.targets
     ]
-    console.print(_table(rows))
+    _print_rows(targets)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    """Rows as a table; a column for each key of any row, in order."""
-    table = Table(box=None, pad_edge=False)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for column in columns:
-        numbers = any(isinstance(row.get(column), (int, float)) for row in rows)
-        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        # texts, not markup: what the kernel says has brackets in it
-        table.add_row(*(Text("" if row.get(c) is None else str(row[c])) for c in columns))
-    return table
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    """Print a table; a column for each key of any row, in order."""
+    titles = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [["" if row.get(c) is None else str(row[c]) for c in titles] for row in rows]
+    if rows:
+        print(*format_table(titles, cells, right=0), sep="\n")

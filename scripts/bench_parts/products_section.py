@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any
 
 import torch
 
-from bench_parts.section import Options, Section
+from bench_parts.section import Options, Section, in_turns
 from streamload.codecs.product import operands
 from streamload.codecs.scheme import CodedWeight
 from streamload.devices.torch.product import Operand, form_of, linear
@@ -67,11 +68,12 @@ def _rows(
     with torch.inference_mode():
         for count in tokens:
             x = torch.randn(count, shape[1], device=device).to(torch.bfloat16)
-            for run in range(options.runs + 1):
-                for name, weights in made.items():
-                    seconds = _seconds(weights, x.half() if name == "float16" else x)
-                    if run:  # the first compiles
-                        taken.setdefault((name, count), []).append(seconds)
+            jobs = {
+                name: partial(_seconds, weights, x.half() if name == "float16" else x)
+                for name, weights in made.items()
+            }
+            for name, (_, *seconds) in in_turns(jobs, options.runs + 1).items():
+                taken[name, count] = seconds  # without the first, which compiles
     for name in made:
         row: dict[str, Any] = {"format": name, "weight": where}
         for count in tokens:

@@ -7,7 +7,8 @@ import importlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import streamload
-from bench_parts.section import NotHereError, Options, Section
+from bench_parts.section import NotHereError, Options, Section, in_turns
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import BF16
@@ -59,7 +60,9 @@ def quant(options: Options) -> Section:
                 encoder.finish()
 
             theirs = _libraries(name, data)
-            jobs = [encode] if theirs is None else [encode, theirs]
+            jobs: dict[str, Callable[[], object]] = {"streamload": encode}
+            if theirs is not None:
+                jobs["library"] = theirs
             (rate, best), *other = _rates(jobs, options.runs, data.nbytes)
             row: dict[str, Any] = {"format": name}
             row |= {"streamload": round(rate, 2), "by CPU time": round(best, 2)}
@@ -78,20 +81,19 @@ def quant(options: Options) -> Section:
 
 
 def _rates(
-    jobs: Sequence[Callable[[], object]], runs: int, nbytes: int
-) -> list[tuple[float, float]]:
+    jobs: Mapping[str, Callable[[], object]], runs: int, nbytes: int
+) -> Iterator[tuple[float, float]]:
     """GB/s of each of some jobs, run in turn: the median by the clock, the best by CPU time."""
-    taken: list[list[tuple[float, float]]] = [[] for _ in jobs]
-    for run in range(runs + 1):
-        for job, mine in zip(jobs, taken, strict=True):
-            begun, used = perf_counter(), process_time()
-            job()
-            if run:  # the first compiles
-                mine.append((perf_counter() - begun, process_time() - used))
-    return [
-        (nbytes / 1e9 / median(s for s, _ in mine), nbytes / 1e9 / min(cpu for _, cpu in mine))
-        for mine in taken
-    ]
+
+    def timed(job: Callable[[], object]) -> tuple[float, float]:
+        begun, used = perf_counter(), process_time()
+        job()
+        return perf_counter() - begun, process_time() - used
+
+    found = in_turns({name: partial(timed, job) for name, job in jobs.items()}, runs + 1)
+    for _, *mine in found.values():  # the first compiles
+        seconds, cpu = zip(*mine, strict=True)
+        yield nbytes / 1e9 / median(seconds), nbytes / 1e9 / min(cpu)
 
 
 def _libraries(name: str, data: memoryview) -> Callable[[], object] | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from boxes import Boxes, BoxRun, NoBoxesError
 from make_checkpoint import Shape, make_checkpoint, shape_of_size
@@ -21,6 +21,7 @@ from streamload.core.memory import available_host_nbytes
 from streamload.core.units import format_bytes
 
 SMALL_NBYTES = 1_000_000
+_Found = TypeVar("_Found")
 
 
 class NotHereError(Exception):
@@ -233,14 +234,23 @@ def in_box(
 
 
 def in_turns(
-    options: Options, what: str, path: Path | None, jobs: Mapping[str, Callable[[], Measured]]
-) -> dict[str, list[Measured]]:
-    """Run jobs in turn, as often as asked for, with the checkpoint ``path`` in the page cache."""
-    found: dict[str, list[Measured]] = {name: [] for name in jobs}
-    for number in range(options.runs):
-        for name, job in jobs.items():
-            options.say(f"{what}: run {number + 1} of {options.runs}, {name}")
-            if path is not None:
-                read_all(path)
-            found[name].append(job())
+    jobs: Mapping[str, Callable[[], _Found]],
+    runs: int,
+    before: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[_Found]]:
+    """Run jobs in turn, each ``runs`` times after ``before``, which gets its name."""
+    found: dict[str, list[_Found]] = {name: [] for name in jobs}
+    for name in [*jobs] * runs:
+        before(name)
+        found[name].append(jobs[name]())
     return found
+
+
+def cached(options: Options, path: Path) -> Callable[[str], None]:
+    """A function to call before each of several jobs: it brings a checkpoint into the cache."""
+
+    def prepare(name: str) -> None:
+        options.say(name)
+        read_all(path)
+
+    return prepare

@@ -25,6 +25,7 @@ from bench_parts.section import (
     Options,
     Section,
     boxes_here,
+    cached,
     checkpoint,
     files_nbytes,
     in_box,
@@ -191,7 +192,7 @@ def cast(options: Options) -> Section:
     }
     rates = {
         name: median(lap["nbytes"] / 1e9 / lap["seconds"] for run in runs for lap in run.laps[1:])
-        for name, runs in in_turns(options, "cast", None, jobs).items()
+        for name, runs in in_turns(jobs, options.runs, options.say).items()
     }
     section.rows = [{"what": name, "GB/s": round(rate, 2)} for name, rate in rates.items()]
     for name, times in CAST_TARGETS.items():
@@ -231,7 +232,7 @@ def convert(options: Options) -> Section:
         base = {way: run(path, way, sample_s=SAMPLE_S).peak.anon_nbytes for way in ways}
     with checkpoint(options, options.nbytes) as path:
         jobs = {f"convert by {way}": partial(run, path, way) for way in ways}
-        found = in_turns(options, "convert", path, jobs)
+        found = in_turns(jobs, options.runs, cached(options, path))
         times = {}
         for way, (name, runs) in zip(ways, found.items(), strict=True):
             seconds = [m.first["seconds"] for m in runs]
@@ -309,7 +310,7 @@ def many(options: Options) -> Section:
             f"many by {way}": partial(measure, call(JOBS + "many", path=str(path), way=way), laps=2)
             for way in ways
         }
-        found = in_turns(options, "many", path, jobs)
+        found = in_turns(jobs, options.runs, cached(options, path))
     for way, runs in found.items():
         last = [run.laps[-1]["steps"] for run in runs]
         for step in last[0]:

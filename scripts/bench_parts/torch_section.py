@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 
 from boxes import Boxes
@@ -19,6 +18,7 @@ from bench_parts.section import (
     in_box,
     measure,
     need_memory,
+    need_packages,
     read_all,
 )
 from bench_parts.sections import SAMPLE_S
@@ -41,9 +41,7 @@ JOB = "bench_parts.torch_jobs:load"
 
 def torch_box(options: Options) -> Section:
     """Peaks of every way to load a model of transformers, and a box of the weights and a base."""
-    for name in ("torch", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            raise NotHereError(f"{name} is not installed")
+    need_packages("torch", "transformers")
     found = probe("torch", "cpu")
     if not found.works:
         raise NotHereError(f"torch: {found.problem}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from streamload.bench import machine
 from streamload.bench.loaders import LOADERS, OURS, Loader
-from streamload.bench.processes import Child, MeasurementError, call, device_meter
+from streamload.bench.processes import Child, MeasurementError, call, device_meter, load_job
 from streamload.bench.results import Comparison, Limit, Of, Run
 from streamload.checkpoint.open import open_checkpoint
 from streamload.core.memory_rate import UNNAMED, keep_rate
@@ -257,8 +257,7 @@ class Comparing:
 
     def _load_child(self, name: str) -> Child:
         site = self._options.sites.get(name)
-        job = call("streamload.bench.loaders:Load", **self._task(name))
-        return self._child(job, (site,) if site else ())
+        return self._child(load_job(**self._task(name)), (site,) if site else ())
 
     def _take_load(self, name: str, state: str, again: bool, child: Child) -> None:
         ready = child.ready()

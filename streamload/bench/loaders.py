@@ -385,7 +385,7 @@ def sample(names: Sequence[str]) -> Iterator[str]:
 class Load:
     """A job that measures loads by a loader; each load frees the tensors of the last.
 
-    Imports, and a load of a few values, come before the first lap.
+    Imports, and a load of a few values, come before the first lap. ``task``: see `Task`.
     """
 
     def __init__(self, loader: str, **task: Any) -> None:

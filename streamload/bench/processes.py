@@ -124,7 +124,12 @@ def call(function: str, **arguments: Any) -> dict[str, Any]:
     A dict that a lap returns is added to the lap's answer, which has "seconds" and "cpu_s". The
     returned function may have an attribute ``ready``, the first answer, and a method ``check``.
     """
-    return {"function": function, "arguments": arguments}
+    return {"kind": "call", "function": function, "arguments": arguments}
+
+
+def load_job(loader: str, **task: Any) -> dict[str, Any]:
+    """Return a job for `Child` that loads; other versions of this library know its form, too."""
+    return {"kind": "load", "loader": loader, "task": task}
 
 
 def command(

@@ -16,6 +16,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from streamload.bench.loaders import Load
 from streamload.errors import StreamloadError
 
 _MOST_SAID = 300  # most characters of an error
@@ -25,17 +26,21 @@ _MOST_LAPS = 50
 
 
 def main(job: Mapping[str, Any]) -> None:
-    """Answer "lap", "again" and "check" from stdin by a job of `processes.call`; end the process.
+    """Answer "lap", "again" and "check" from stdin by a job; end the process.
 
-    "again" repeats a lap, a short one many times; it returns the median seconds.
+    The job is of `processes.call` or `load_job`. "again" repeats a lap, a short one many times; it
+    returns the median seconds.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries is no answer
     try:
         if job.get("cores"):
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["cores"]])
-        module, _, name = job["function"].partition(":")
-        made = getattr(importlib.import_module(module), name)(**job["arguments"])
+        if job["kind"] == "load":
+            made = Load(job["loader"], **job["task"])
+        else:
+            module, _, name = job["function"].partition(":")
+            made = getattr(importlib.import_module(module), name)(**job["arguments"])
         print(json.dumps(getattr(made, "ready", {})), file=answers)
         commands: dict[str, Callable[[], dict[str, Any]]] = {
             "lap": partial(_lap, made),

@@ -23,7 +23,7 @@ from bench_parts.section import measure
 from streamload.bench import limits
 from streamload.bench.compare import Options, choose, compare, cuda_index, forget, warm
 from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, Load, sample
-from streamload.bench.processes import Child, MeasurementError, call, process_memory
+from streamload.bench.processes import Child, MeasurementError, call, load_job, process_memory
 from streamload.core.chart import Bars, draw
 from streamload.core.memory_rate import kept_rate
 from streamload.devices.host import HostDevice
@@ -39,11 +39,11 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return forked.run(command, forked.COMMANDS)
 
 
-def load_job(path: Path, loader: str = OURS, **task: str) -> dict[str, Any]:
+def job_of(path: Path, loader: str = OURS, **task: str) -> dict[str, Any]:
     """What a process is told that loads to the host."""
     files = [str(file) for file in sorted(path.glob("*.safetensors"))]
     given = {"path": str(path), "files": files, "framework": "host", "device": "host", **task}
-    return call("streamload.bench.loaders:Load", loader=loader, **given)
+    return load_job(loader, **given)
 
 
 def site(folder: Path, text: str) -> str:
@@ -94,7 +94,7 @@ def test_a_process_that_fails_says_why(small_checkpoint: Path, tmp_path: Path) -
     """In one line, however it ended."""
     children = [
         Child(
-            load_job(small_checkpoint, "numpy"),
+            job_of(small_checkpoint, "numpy"),
             timeout_s=60,
             sites=[site(tmp_path / str(number), text)],
         )
@@ -153,7 +153,7 @@ def test_a_hanging_loader_leaves_nothing(small_checkpoint: Path, tmp_path: Path)
         f"open({str(wrote)!r}, 'w').write(str(child.pid))\n"
         "time.sleep(1000)\n",
     )
-    with Child(load_job(small_checkpoint, "numpy"), timeout_s=1, sites=[folder]) as child:
+    with Child(job_of(small_checkpoint, "numpy"), timeout_s=1, sites=[folder]) as child:
         with pytest.raises(MeasurementError, match="took longer than 1 s"):
             child.ready()
         for _ in range(1000):
@@ -173,7 +173,7 @@ def test_a_hanging_loader_leaves_nothing(small_checkpoint: Path, tmp_path: Path)
 def test_memory_is_seen_from_outside(tmp_checkpoint: Callable[..., Path]) -> None:
     """What a load makes the process hold is counted, and what was held before is not."""
     path = tmp_checkpoint(60_000_000)
-    with Child(load_job(path), timeout_s=60) as child:
+    with Child(job_of(path), timeout_s=60) as child:
         assert child.ready()["versions"]["streamload"]
         first, memory = child.lap()
         again, _ = child.lap()
@@ -187,7 +187,7 @@ def test_memory_is_seen_from_outside(tmp_checkpoint: Callable[..., Path]) -> Non
 
 def test_wrong_bytes_are_found(small_checkpoint: Path) -> None:
     """A tensor that is not the file's, or is not there, is no measurement."""
-    measured = Load(**load_job(small_checkpoint, "numpy")["arguments"])
+    measured = Load("numpy", **job_of(small_checkpoint)["task"])
     measured()
     assert measured.check()["checked"] > 0
     assert measured._loaded is not None
@@ -209,7 +209,8 @@ WATCHED = """
 import json, sys
 from streamload.bench.loaders import Load
 
-measured = Load(**json.loads(sys.argv[1])["arguments"])
+job = json.loads(sys.argv[1])
+measured = Load(job["loader"], **job["task"])
 before, started = set(sys.modules), []
 sys.addaudithook(lambda event, said: event == "subprocess.Popen" and started.append(str(said[1])))
 measured()
@@ -223,7 +224,7 @@ def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: 
     if device == "CPU":
         needs.device(device)
     framework = "host" if device == "host" else "tinygrad"
-    job = load_job(small_checkpoint, framework=framework, device=device)
+    job = job_of(small_checkpoint, framework=framework, device=device)
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, json.dumps(job)],
         capture_output=True,
@@ -236,7 +237,7 @@ def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: 
 
 def test_short_loads_are_repeated(small_checkpoint: Path) -> None:
     """Of a load of milliseconds the second figure is the middle of many; bytes stay right."""
-    with Child(load_job(small_checkpoint), timeout_s=60) as child:
+    with Child(job_of(small_checkpoint), timeout_s=60) as child:
         first, _ = child.lap()
         found = child.again()
         assert child.check()["checked"] > 0
