@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from streamload.checkpoint.digests import SIDECAR, hasher
 from streamload.checkpoint.open import Checkpoint, from_headers
@@ -61,6 +61,7 @@ from streamload.formats.writer import (
     written,
 )
 from streamload.loading.load import split
+from streamload.loading.options import check_value
 from streamload.planning.dequantize import all_names
 from streamload.planning.match import stated_by_tensors
 from streamload.planning.partition import Node
@@ -122,8 +123,7 @@ class ConvertOptions:
         nodes: Sequence[Node] | None,
     ) -> Self:
         """Check the arguments of `convert` that depend on the output format; raises ValueError."""
-        if out_of_range not in get_args(OutOfRange):
-            raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
+        check_value("out_of_range", out_of_range)
         writer = writer_of(to)
         notes: list[str] = []
         if runtime is not None:

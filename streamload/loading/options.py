@@ -316,7 +316,7 @@ class Options:
             "host_nbytes": parse_bytes(rest.pop("host")),
         }
         for name, value in rest.items():
-            _check(name, value)
+            check_value(name, value)
         return cls(**parsed, **rest)
 
     def trying(self, quant: QuantPolicy) -> Self:
@@ -326,7 +326,7 @@ class Options:
         return replace(self, quant=quant, policy=replace(self.policy, rules=rules))
 
 
-def _check(name: str, value: object) -> None:
+def check_value(name: str, value: object) -> None:
     """Raise ValueError if the value is none of its choices, no bool, or no count of at least 1."""
     choices = get_args(TYPES[name])
     if TYPES[name] is bool and not isinstance(value, bool):
