@@ -142,12 +142,18 @@ RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "hos
 # --- loaders --------------------------------------------------------------------------------------
 
 
-def _to(dtype: str) -> Callable[[Any], Any]:
-    if dtype == "checkpoint":
+def _to(task: Task) -> Callable[[Any], Any]:
+    """Return a function that casts floats of torch or numpy to the task's dtype."""
+    if task.dtype == "checkpoint":
         return lambda tensor: tensor
+    dtype = parse_dtype(task.dtype)
+    if task.framework == "host":
+        return lambda array: (
+            array.astype(dtype.numpy) if parse_dtype(array.dtype).kind == "float" else array
+        )
     import torch
 
-    wanted = getattr(torch, parse_dtype(dtype).name)
+    wanted = getattr(torch, dtype.name)
     return lambda tensor: tensor.to(wanted) if tensor.is_floating_point() else tensor
 
 
@@ -186,10 +192,10 @@ _Pairs = Iterator[tuple[str, Any]]
 
 
 def _casting(pairs: Callable[[Task], _Pairs]) -> Callable[[Task], Loaded]:
-    """Return a loader that casts torch tensors, yielded by ``pairs``, to the task's dtype."""
+    """Return a loader that casts tensors, yielded by ``pairs``, to the task's dtype."""
 
     def load(task: Task) -> Loaded:
-        to = _to(task.dtype)
+        to = _to(task)
         return Loaded({name: to(tensor) for name, tensor in pairs(task)})
 
     return load
@@ -197,21 +203,12 @@ def _casting(pairs: Callable[[Task], _Pairs]) -> Callable[[Task], Loaded]:
 
 @_casting
 def _safetensors(task: Task) -> _Pairs:
-    from safetensors.torch import load_file
-
+    to = {} if task.framework == "host" else {"device": task.device}
+    module = importlib.import_module(f"safetensors.{'torch' if to else 'numpy'}")
     for file in task.files:
-        found = load_file(file, device=task.device)
+        found = module.load_file(file, **to)
         for name in list(found):
             yield name, found.pop(name)
-
-
-def _safetensors_numpy(task: Task) -> Loaded:
-    from safetensors.numpy import load_file
-
-    tensors: dict[str, Any] = {}
-    for file in task.files:
-        tensors |= load_file(file)
-    return Loaded(_cast_arrays(tensors, task.dtype))
 
 
 @_casting
@@ -255,7 +252,7 @@ def _runai(task: Task) -> _Pairs:
 def _instanttensor(buffered: bool, task: Task) -> Loaded:
     module = importlib.import_module("instanttensor")
     backend = module.BackendPolicy.BUFFERED if buffered else None
-    to = _to(task.dtype)
+    to = _to(task)
     with module.safe_open(
         list(task.files), framework="pt", device=task.device, backend=backend
     ) as opened:
@@ -289,26 +286,16 @@ def _tinygrad(task: Task) -> Loaded:
     return Loaded(model)
 
 
-def _numpy(task: Task) -> Loaded:
+@_casting
+def _numpy(task: Task) -> _Pairs:
+    """Load by ``numpy.fromfile``, each tensor into its own array: a baseline without a loader."""
     import numpy as np
 
-    tensors: dict[str, Any] = {}
     for name, info in open_checkpoint(task.path).tensors.items():
         if info.dtype.numpy is None:
             raise ValueError(f"numpy has no {info.dtype}")
         flat = np.fromfile(info.shard, np.uint8, info.nbytes, offset=info.start)
-        tensors[name] = flat.view(info.dtype.numpy).reshape(info.shape)
-    return Loaded(_cast_arrays(tensors, task.dtype))
-
-
-def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
-    if dtype == "checkpoint":
-        return tensors
-    wanted = parse_dtype(dtype).numpy
-    for name in list(tensors):
-        if parse_dtype(tensors[name].dtype).kind == "float":
-            tensors[name] = tensors[name].astype(wanted)
-    return tensors
+        yield name, flat.view(info.dtype.numpy).reshape(info.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +331,7 @@ LOADERS: dict[str, Loader] = {
         _safetensors, "safetensors", "load_file", modules=("safetensors.torch",), maps=True
     ),
     "safetensors-numpy": Loader(
-        _safetensors_numpy, "safetensors", "load_file", ("host",), ("safetensors.numpy",)
+        _safetensors, "safetensors", "load_file", ("host",), ("safetensors.numpy",)
     ),
     "safetensors-prefetch": Loader(
         _safetensors_prefetch,
