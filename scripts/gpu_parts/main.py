@@ -37,7 +37,7 @@ from streamload.core.units import format_bytes, format_table
 
 _TESTS_SHARE = 0.6  # of the minutes
 # one that measures the memory that all processes have taken of the device, and one that takes none
-_MEASURES, _STANDS_IN = re.compile(r"DriverMeter|info\.free_nbytes"), re.compile("cuda_stand_in")
+_MEASURES, _STANDS_IN = re.compile(r"device_meter|info\.free_nbytes"), re.compile("cuda_stand_in")
 _LONG = ("stream_readers", "offload", "dequant", "product", "quant", "diffusers")  # longest first
 _ROW_S = 75.0  # most seconds for a step of a row
 _PREPARE_S = 200.0  # for a step

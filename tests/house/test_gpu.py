@@ -248,7 +248,7 @@ def test_files_that_measure_the_devices_memory_run_alone() -> None:
     alone, beside, others = main.parted(state.test_files())
     assert alone == ["tests/bench/test_bench_cuda.py", "tests/devices/test_tinygrad_cuda.py"]
     assert "tests/devices/test_integrated_cuda.py" in beside
-    asks = re.compile(r"mem_get_info|DriverMeter|info\.free_nbytes")
+    asks = re.compile(r"mem_get_info|device_meter|info\.free_nbytes")
     assert [file for file in others if asks.search((ROOT / file).read_text())] == []
     assert others[0] == "tests/streaming/test_stream_readers_cuda.py"
     assert sorted(alone + beside + others) == state.test_files()
