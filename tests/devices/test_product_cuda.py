@@ -108,8 +108,9 @@ def test_streams_of_another_context_are_launched_in(own_stream: bool) -> None:
             assert driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
             if own_stream:
                 driver.cuCtxPopCurrent_v2(ctypes.byref(other))
-            given = stream.value if own_stream else 0
-            with torch.cuda.stream(torch.cuda.ExternalStream(given)):
+            # not ExternalStream(0), which is a stream of torch's pool
+            given = torch.cuda.ExternalStream(stream.value) if own_stream else None
+            with torch.cuda.stream(given):
                 found = linear(x, held, None)
             driver.cuCtxPushCurrent_v2(other)  # torch may have made its own current as it left
             assert driver.cuCtxSynchronize() == 0
