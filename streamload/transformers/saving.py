@@ -346,7 +346,8 @@ def _read_by(own: Any) -> frozenset[str]:
 
 def _held(module: nn.Module) -> Any:
     """Return the tensor "weight" of a module: a parameter, or quantized values in a buffer."""
-    return module._parameters.get("weight", module._buffers.get("weight"))
+    held = dict([*module._buffers.items(), *module._parameters.items()])  # TorchScript's: no get()
+    return held.get("weight")
 
 
 def _puts_together(model: Any) -> bool:

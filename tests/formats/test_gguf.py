@@ -123,7 +123,9 @@ def test_blocks_are_dequantized_in_every_entrance(source: Any, kind: str, tmp_pa
     report = streamload.convert(path, tmp_path / "f16", verify=True, progress=False)
     assert {t.dtype.name for _, _, t in report.plan.tensors()} == {"float16", "float32"}
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "f16")
-    assert (logits(half) - expected).abs().max() < 5e-3
+    numbers = theirs.state_dict()  # logits of a mixture may differ: a router chooses others
+    for name, value in half.state_dict().items():
+        assert torch.equal(value, numbers[name].to(value.dtype)), name
 
 
 def test_diff_compares_in_the_order_of_models(source: Any, tmp_path: Path) -> None:

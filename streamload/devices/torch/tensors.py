@@ -427,7 +427,7 @@ def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Sl
         for key, parameter in child._parameters.items() if persistent else ():
             if parameter is not None:
                 yield dot + key, (child._parameters, key)
-        holder = _scales_of(child._parameters.get("weight"), child) if persistent else None
+        holder = _scales_of(child) if persistent else None
         if holder is not None:
             yield f"{dot}SCB", (holder, "SCB")
         for key, buffer in child._buffers.items():
@@ -435,11 +435,12 @@ def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Sl
                 yield dot + key, (child._buffers, key)
 
 
-def _scales_of(weight: Any, module: nn.Module) -> dict[str, Any] | None:
+def _scales_of(module: nn.Module) -> dict[str, Any] | None:
     """Return the attributes that hold the scales of bitsandbytes' int8; None for other weights.
 
     They move from the weight to the module's state when it first computes.
     """
+    weight = dict(module._parameters.items()).get("weight")  # TorchScript's has no get()
     if type(weight).__name__ != "Int8Params":
         return None
     holders = (vars(each) for each in (weight, getattr(module, "state", None)) if each is not None)
