@@ -440,7 +440,7 @@ def _scales_of(module: nn.Module) -> dict[str, Any] | None:
 
     They move from the weight to the module's state when it first computes.
     """
-    weight = dict(module._parameters.items()).get("weight")  # TorchScript's has no get()
+    weight: Any = dict(module._parameters.items()).get("weight")  # TorchScript's has no get()
     if type(weight).__name__ != "Int8Params":
         return None
     holders = (vars(each) for each in (weight, getattr(module, "state", None)) if each is not None)
