@@ -24,6 +24,7 @@ from streamload.devices.probing import probe
 from streamload.errors import PlanInfeasibleError
 from streamload.loading import prepare
 from streamload.loading.load import read_call
+from streamload.loading.options import Options
 
 NBYTES = 200_000_000
 MEDIUM_NBYTES = 20_000_000
@@ -224,11 +225,12 @@ def test_more_memory_never_refuses(
     monkeypatch.setattr(prepare, "has_room_to_try", lambda parameters: False)
     monkeypatch.setattr(HostMemory, "available_nbytes", lambda self: free["nbytes"])
     make_checkpoint(tmp_path, shape_of_size(40_000_000, BF16))
-    call = read_call(tmp_path, device=device, budget="1TB", quant="nf4", reader="pread")
+    given = {"device": device, "budget": "1TB", "quant": "nf4", "reader": "pread"}
+    call = read_call(tmp_path, Options.parse(given))
     fits = []
     for nbytes in range(30_000_000, 130_000_000, 1_000_000):
         free["nbytes"] = nbytes
-        place = prepare.Place.look(None, call.checkpoint, call.options, device)
+        place = prepare.Place.look(None, call.checkpoint, call.options)
         try:
             prepare.Decision.make(place, call, None)
             fits.append(True)
