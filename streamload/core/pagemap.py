@@ -2,22 +2,21 @@
 
 A tensor need not have memory: pages of ``torch.empty``, ``np.zeros`` and ``Tensor.empty`` are
 allocated at the first write; a mapped file's pages belong to the page cache until then, and pages
-shared with a forked process are copied then. ``/proc/self/pagemap`` lists the pages of private
-memory, mincore(2) those of shared memory: a forked process maps these when it touches them. Source:
-Linux, Documentation/admin-guide/mm/pagemap.rst.
+shared with a forked process are copied then. ``/proc/self/pagemap`` lists all pages. Source: Linux,
+Documentation/admin-guide/mm/pagemap.rst.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from streamload.core.system import Descriptor, failure, libc
+from streamload.core.system import Descriptor
 from streamload.core.units import merged
 
 _PRESENT, _FILE_OR_SHARED, _EXCLUSIVE = 1 << 63, 1 << 61, 1 << 56
@@ -29,14 +28,13 @@ _SHARED_ANONYMOUS = ("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV")
 
 _Column = np.ndarray[Any, np.dtype[np.int64]]
 _Flags = np.ndarray[Any, np.dtype[np.bool_]]
-_Runs = Sequence[tuple[int, int]]  # first and last (exclusive) page
 
 
 def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
     """Return the bytes of each (address, bytes) range that can be overwritten in place.
 
     A private page counts if it is present, mapped by no other process and not of a file. A page of
-    shared anonymous memory counts if it is in memory. All other pages take memory when they are
+    shared anonymous memory counts if it is present. All other pages take memory when they are
     written: those never written, the zero page, files, swap, pages shared by fork(2).
 
     Returns:
@@ -49,25 +47,25 @@ def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
     stops = starts + sizes
     firsts = starts // page
     lasts = np.maximum(-(-stops // page), firsts + 1)
-    found = np.zeros(len(ranges), np.int64)
     try:
         edges, kinds = _mappings()
-        kind = np.where(sizes > 0, kinds[np.searchsorted(edges, starts, "right")], -1)
-        for number, flags_of in enumerate((_private, _resident)):
-            (at,) = np.nonzero(kind == number)
-            runs = merged(zip(firsts[at].tolist(), lasts[at].tolist(), strict=True))
-            flags = np.concatenate([np.zeros(0, np.bool_), *flags_of(runs)])
-            before = np.cumsum([0, *(last - first for first, last in runs)])
-            run_firsts = np.array([first for first, _ in runs], np.int64)
-            run = np.searchsorted(run_firsts, firsts[at], "right") - 1
-            shift = before[run] - run_firsts[run]
-            first, last = firsts[at] + shift, lasts[at] + shift
-            counts = np.concatenate(([0], np.cumsum(flags)))
-            found[at] = (counts[last] - counts[first]) * page
-            found[at] -= np.where(flags[first], starts[at] % page, 0)
-            found[at] -= np.where(flags[last - 1], -stops[at] % page, 0)
+        runs = merged(zip(firsts.tolist(), lasts.tolist(), strict=True))
+        flags = _flags(runs)
     except (OSError, ValueError):
         return None
+    run_firsts = np.array([first for first, _ in runs], np.int64)
+    before = np.cumsum([0, *(last - first for first, last in runs)])
+    run = np.searchsorted(run_firsts, firsts, "right") - 1
+    shift = before[run] - run_firsts[run]
+    firsts, lasts = firsts + shift, lasts + shift
+    found = np.zeros(len(ranges), np.int64)
+    kind = kinds[np.searchsorted(edges, starts, "right")]
+    for number, present in enumerate(flags):
+        counts = np.concatenate(([0], np.cumsum(present)))
+        held = (counts[lasts] - counts[firsts]) * page
+        held -= np.where(present[firsts], starts % page, 0)
+        held -= np.where(present[lasts - 1], -stops % page, 0)
+        found = np.where((kind == number) & (sizes > 0), held, found)
     return found.tolist()
 
 
@@ -92,28 +90,21 @@ def _mappings() -> tuple[_Column, _Column]:
     return np.array([min(edge, last) for edge in edges], np.int64), np.array([*kinds, -1])
 
 
-def _pieces(runs: _Runs) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `_MOST_ENTRIES` pages that make up ``runs``."""
-    for first, stop in runs:
-        yield from pairwise([*range(first, stop, _MOST_ENTRIES), stop])
+def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
+    """Return two flags for each page of ``runs``: reusable if private, reusable if shared.
 
-
-def _private(runs: _Runs) -> Iterator[_Flags]:
-    """Yield for pages of private memory whether they are present, and this process's alone."""
+    ``runs`` are (first, stop exclusive) page numbers.
+    """
+    found: list[tuple[_Flags, _Flags]] = [(np.zeros(0, np.bool_), np.zeros(0, np.bool_))]
     with Descriptor("/proc/self/pagemap", os.O_RDONLY) as fd:
-        for first, stop in _pieces(runs):
-            raw = os.pread(fd, (stop - first) * _ENTRY_NBYTES, first * _ENTRY_NBYTES)
-            entries = np.frombuffer(raw, np.uint64)
-            if len(entries) != stop - first:
-                raise ValueError("the page map ends early")
-            yield entries & (_PRESENT | _EXCLUSIVE | _FILE_OR_SHARED) == _PRESENT | _EXCLUSIVE
-
-
-def _resident(runs: _Runs) -> Iterator[_Flags]:
-    """Yield for pages of shared memory whether they are in memory."""
-    for first, stop in _pieces(runs):
-        flags = np.empty(stop - first, np.uint8)
-        nbytes = (stop - first) * mmap.PAGESIZE
-        if libc().mincore(first * mmap.PAGESIZE, nbytes, flags.ctypes.data):
-            raise failure()
-        yield flags & 1 != 0
+        for first, stop in runs:
+            for at, end in pairwise([*range(first, stop, _MOST_ENTRIES), stop]):
+                raw = os.pread(fd, (end - at) * _ENTRY_NBYTES, at * _ENTRY_NBYTES)
+                entries = np.frombuffer(raw, np.uint64)
+                if len(entries) != end - at:
+                    raise ValueError("the page map ends early")
+                present = entries & _PRESENT != 0
+                mine = entries & (_EXCLUSIVE | _FILE_OR_SHARED) == _EXCLUSIVE
+                found.append((present & mine, present))
+    private, shared = map(np.concatenate, zip(*found, strict=True))
+    return private, shared

@@ -92,16 +92,6 @@ print(t._reusable(own))
     assert done.stdout.split() == ["0", str(quarter), str(quarter), str(NBYTES)]
 
 
-def test_shared_memory_counts_in_a_fork() -> None:
-    """A forked process overwrites shared pages in place, before it has touched any of them."""
-    own = _own(mmap.MAP_SHARED)
-    own[: NBYTES // 2] = b"x" * (NBYTES // 2)
-    child = os.fork()
-    if child == 0:
-        os._exit(_reusable(own) != NBYTES // 2)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 def test_many_ranges_in_any_order() -> None:
     """Each range has its own answer, whatever lies between them and in which order they come."""
     maps = [_own() for _ in range(6)]

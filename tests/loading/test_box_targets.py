@@ -115,14 +115,6 @@ def test_memory_that_is_there_is_written_again(
 
 
 @pytest.mark.slow
-def test_forked_tinygrad_memory_is_written_again(cgroup: Boxes, folder: Path) -> None:
-    """Pages that a forked process shares with its parent are there before it touches them."""
-    found = _load(cgroup, folder / "large", "CPU", "forked", NBYTES // 2, budget="1GB")
-    assert (found["outcome"], found["why"]) == ("loaded", ""), found
-    assert found["taken_nbytes"] < NBYTES // 2
-
-
-@pytest.mark.slow
 def test_a_first_test_of_a_device_has_no_room(
     cgroup: Boxes, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
