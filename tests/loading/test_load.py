@@ -22,6 +22,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Budget, Node
+from streamload.core import registry
 from streamload.core.dtypes import BY_CODE
 from streamload.errors import (
     CheckpointError,
@@ -260,6 +261,7 @@ def test_a_model_of_torch_without_torch(small: Path, monkeypatch: pytest.MonkeyP
     """A framework that cannot be imported is refused by name."""
     monkeypatch.setitem(sys.modules, "torch", None)  # Python's way to say: not to be imported
     monkeypatch.delitem(sys.modules, "streamload.devices.torch.device", raising=False)
+    registry.load.cache_clear()
 
     class Parameter:
         """Looks like one of torch's."""
