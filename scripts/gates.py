@@ -154,7 +154,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "rename": (None, {"model.norm.weight": "model.last.weight"}, {"none": "net"}),
     "strict": (True, False),
     "residence": ("memory", "mapped", "auto", "disk"),
-    "device": (None, "CL", "CPU", "torch:cpu", "numpy", "CL:9"),
+    "device": (None, "CL", "CPU", "torch:cpu", "host", "CL:9"),
     "reserve": (0, "1MB", "much"),
     "context": (None, 16, -1),
     "tokens": (None, 1, 8, 0),
@@ -328,11 +328,8 @@ def run(entrance: str, source: Path, options: dict[str, Any], scratch: Path) -> 
                 outputs = [model(torch.tensor([[1, 2, 3]])).logits for _ in range(2)]
             return [value_of(output) for output in outputs]
         case "stream_layers":
-            found: dict[str, Any] = {}
-            with streamload.stream_layers(source, device="numpy", **options) as stream:
-                for layer in stream:
-                    found[str(len(found))] = tensors_of(getattr(layer, "state_dict", layer))
-            return found
+            with streamload.stream_layers(source, device="CPU", **options) as layers:
+                return {name: tensors_of(tensors) for name, tensors in layers}
         case "convert":
             out = (
                 scratch
@@ -476,11 +473,8 @@ def told(tree: Path, folder: Path, *words: str) -> dict[str, Any]:
 
 def continued(old: Path, folder: Path, number: int) -> str | None:
     """Kill a conversion of the old tree and continue it in this one; say how the result differs."""
-    source, out, whole = (
-        folder / "mixtral-shards",
-        folder / f"killed-{number}",
-        folder / f"whole-{number}",
-    )
+    source, scratch = folder / "mixtral-shards", Path(tempfile.mkdtemp(dir=folder))
+    out, whole = scratch / "killed", scratch / "whole"
     options = (
         ["--dtype", "float16", "--max-shard-size", "500kB"] if number % 2 else ["--quant", "q8_0"]
     )
@@ -488,9 +482,8 @@ def continued(old: Path, folder: Path, number: int) -> str | None:
     assert in_tree(TREE, *words, str(whole), *options).wait() == 0
     process = in_tree(old, *words, str(out), *options)
     pieces = len(list(whole.iterdir()))
-    parent, name = out.parent, out.name
     while process.poll() is None:
-        begun = [path for path in parent.rglob("*") if name in str(path) and path.is_file()]
+        begun = [path for path in scratch.rglob("*") if out.name in str(path) and path.is_file()]
         if len(begun) > number % pieces:
             os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.001)
@@ -500,6 +493,7 @@ def continued(old: Path, folder: Path, number: int) -> str | None:
     a, b = ({**files_of(path)} for path in (out, whole))
     for files in (a, b):
         files.pop("streamload.json", None)
+    shutil.rmtree(scratch)
     strip = [{key.split("/", 1)[-1]: value for key, value in files.items()} for files in (a, b)]
     return None if strip[0] == strip[1] else f"conversion {number} differs after it was killed"
 
