@@ -40,9 +40,8 @@ from streamload.planning.sources import Source
 if TYPE_CHECKING:  # imported when they are first used
     from streamload.conversion.convert import ConvertReport, convert
     from streamload.distributed.offload_split import OffloadSplit, split_offload
-    from streamload.offloading.offload import Offloaded, offload, plan_offload
+    from streamload.offloading.offload import Offloaded, OffloadReport, offload, plan_offload
     from streamload.offloading.plan import OffloadPlan
-    from streamload.offloading.report import OffloadReport
     from streamload.offloading.stream_layers import LayerStream, stream_layers
     from streamload.verification.diff import Comparison, diff
     from streamload.verification.verify import Verification, verify_checkpoint
@@ -52,7 +51,7 @@ __version__ = "0.1.0"
 
 def _suggest_offload(call: Infeasible) -> list[errors.Fit]:
     """Return the `Fit` of offloading a load that does not fit; imports that code when called."""
-    from streamload.offloading.suggest import suggest_offload
+    from streamload.offloading.offload import suggest_offload
 
     return suggest_offload(call)
 

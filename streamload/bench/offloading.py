@@ -16,7 +16,7 @@ from streamload.core.chart import Bars, draw
 from streamload.core.units import format_bytes, format_table, parse_bytes
 from streamload.errors import PlanInfeasibleError
 from streamload.offloading.offload import plan_offload
-from streamload.offloading.problem import ENDLESS_NBYTES
+from streamload.offloading.plan import ENDLESS_NBYTES
 
 _POINTS = 8  # number of budgets, if none are given
 OURS = "streamload"

@@ -15,10 +15,9 @@ from streamload.loading.load import check_nodes, node_specs, read_call, uncollec
 from streamload.loading.options import CHANGES, OF_MODELS, PLACE, OffloadOptions, Options, takes
 from streamload.loading.place import engine_of
 from streamload.loading.prepare import plan_within, request_of, specs_under
-from streamload.offloading.groups import groups_of_checkpoint
+from streamload.offloading.layers import groups_of_checkpoint
 from streamload.offloading.offload import for_passes
-from streamload.offloading.plan import OffloadPlan
-from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Problem
+from streamload.offloading.plan import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, OffloadPlan, Problem
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
 from streamload.planning.match import wants_of

@@ -49,9 +49,8 @@ from streamload.core.memory import STAGING, Ledger
 from streamload.devices.base import Buffer, QueuedWork, Ticket
 from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
-from streamload.offloading.experts import ExpertCache
 from streamload.offloading.holding import Holding
-from streamload.offloading.layers import Layer, LayerState, RoundStats, Slots
+from streamload.offloading.slots import ExpertCache, Layer, LayerState, RoundStats, Slots
 from streamload.streaming.loop import Crew, crew_of
 from streamload.streaming.memory_watch import PassWatch
 from streamload.streaming.state import Sink, Transfer, WorkItem, written_nbytes

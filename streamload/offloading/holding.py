@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from streamload.devices.base import QueuedWork, Ticket
-from streamload.offloading.experts import ExpertCache
-from streamload.offloading.layers import HeldLayer, Layer, LayerState, Order, Slots
-from streamload.offloading.views import FileViews
+from streamload.offloading.slots import (
+    ExpertCache,
+    FileViews,
+    HeldLayer,
+    Layer,
+    LayerState,
+    Order,
+    Slots,
+)
 from streamload.planning.placement import UNREAD
 from streamload.planning.plan import Plan
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import time
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import file_kind, open_shard
+from streamload.codecs.cast_table import OutOfRange, make_cast
+from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.core.patterns import matches
-from streamload.devices.base import Device, Parameter
-from streamload.errors import OffloadError
-from streamload.offloading.groups import (
+from streamload.core.tensors import TensorInfo
+from streamload.devices.base import Device, Framework, Parameter
+from streamload.errors import CheckpointError, OffloadError
+from streamload.loading.options import OnOverrun, Options
+from streamload.loading.place import host_engine, host_room_nbytes
+from streamload.loading.prepare import Place
+from streamload.offloading.layers import (
     LayerGroup,
+    LayerKind,
     Module,
     grouped,
     groups_by_name,
@@ -22,14 +37,164 @@ from streamload.offloading.groups import (
     without,
     without_small,
 )
-from streamload.offloading.layers import Slots
-from streamload.offloading.overrun import TokenRoom
-from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.problem import Problem
-from streamload.offloading.residency import LayerKind
-from streamload.offloading.rows import RowReader
-from streamload.planning.requests import TensorRequests
+from streamload.offloading.slots import Slots
+from streamload.planning.match import Match
+from streamload.planning.requests import DeviceSpec, TensorRequests
+
+# Arguments of models with a shape (sequences, tokens), or with one axis more.
+_IDS, _STATES = ("input_ids", "decoder_input_ids"), ("inputs_embeds", "decoder_inputs_embeds")
+
+# The KV cache: transformers 5.24 renamed it.
+_CACHES = ("past_key_values", "cache")
+# The output of an encoder, for the decoder.
+_ENCODED = "encoder_outputs"
+
+
+@dataclass(slots=True)
+class TokenRoom:
+    """The tokens that a plan leaves room for, and the most that passes had.
+
+    Attributes:
+        tokens: planned most tokens of one pass, all sequences together; None: no room is planned.
+        cached: planned most tokens of the KV cache, likewise; 0: no room is planned.
+        most_tokens: the most tokens that a pass had.
+        most_cached: the most tokens that the cache had at the end of a pass.
+    """
+
+    tokens: int | None = None
+    cached: int = 0
+    on_overrun: OnOverrun = "warn"
+    most_tokens: int = 0
+    most_cached: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether any room is planned, so that passes are counted."""
+        return self.tokens is not None or self.cached > 0
+
+    @property
+    def overrun(self) -> str:
+        """In words, the most tokens that exceeded the plan's room; "" for none."""
+        return self._over(self.most_tokens, self.most_cached)
+
+    def see(self, tokens: int, cached: int) -> None:
+        """Check a pass that begins, of ``tokens``, with ``cached`` in the KV cache at its end."""
+        over = self._over(tokens, cached)
+        first = over and not self.overrun
+        if over and self.on_overrun == "error":
+            raise OffloadError(f"{over}: {self._instead(tokens, cached)}")
+        self.most_tokens = max(self.most_tokens, tokens)
+        self.most_cached = max(self.most_cached, cached)
+        if first:
+            said = f"{over}: it takes memory beyond the budget; {self._instead(tokens, cached)}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+
+    def _over(self, tokens: int, cached: int) -> str:
+        if self.tokens is not None and tokens > self.tokens:
+            return f"a pass of {tokens} tokens, and the plan has room for {self.tokens}"
+        if self.cached and cached > self.cached:
+            return f"a KV cache of {cached} tokens, and the plan has room for {self.cached}"
+        return ""
+
+    def _instead(self, tokens: int, cached: int) -> str:
+        if self.tokens is not None and self.cached == self.tokens:
+            most = max(tokens, cached)
+            return f"offload the model with tokens={most} or more: all of prompts and answers"
+        if self.tokens is not None and tokens > self.tokens:
+            return f"offload the model with tokens={tokens} or more"
+        return "offload the model with a larger context= (or batch=)"
+
+
+def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tuple[int, int]:
+    """Return how many tokens a pass computes, and how many the KV cache has then, in all sequences.
+
+    Counts ids of tokens (integers, by ``is_ids``) and states of shape (sequences, tokens, width)
+    among the model's ``arguments``; both counts are 0 if there are none.
+    """
+    shapes = []
+    for name, value in arguments.items():
+        given = _first(value) if name == _ENCODED else value
+        if name in (*_IDS, *_STATES, _ENCODED) and hasattr(given, "shape"):
+            shapes.append((name, tuple(given.shape if name in _IDS else given.shape[:-1])))
+    if not shapes:
+        first = next((each for each in arguments.values() if hasattr(each, "shape")), None)
+        if first is None or not (is_ids(first) or len(first.shape) == 3):
+            return 0, 0
+        shapes.append(("", tuple(first.shape if is_ids(first) else first.shape[:-1])))
+    counts = [math.prod(map(int, shape)) for _, shape in shapes]
+    decoded = [shape for name, shape in shapes if name.startswith("decoder")]
+    shape = (decoded or [shape for _, shape in shapes])[-1]
+    past = next((arguments[name] for name in _CACHES if arguments.get(name) is not None), None)
+    if past is None and arguments.get("use_cache") is False:
+        return max(counts), 0
+    sequences = math.prod(map(int, shape[:-1]))
+    length = max(int(shape[-1]) + _length(past), _allocated(past))
+    return max(counts), sequences * length
+
+
+def _first(outputs: Any) -> Any:
+    """Return the first item of a model's output; None if it has no items."""
+    with suppress(TypeError, IndexError, KeyError):
+        return outputs[0]
+    return None
+
+
+def _allocated(past: Any) -> int:
+    """Return the tokens of each sequence that a KV cache of fixed size holds; 0 if it grows."""
+    layers = getattr(past, "layers", ())
+    return max((int(getattr(each, "max_cache_len", 0) or 0) for each in layers), default=0)
+
+
+def _length(past: Any) -> int:
+    """Return how many tokens of each sequence are in a KV cache of transformers."""
+    if hasattr(past, "get_seq_length"):
+        return int(past.get_seq_length())
+    with suppress(TypeError, IndexError, AttributeError, KeyError):
+        return int(past[0][0].shape[-2])  # of older models: pairs of keys and values
+    return 0
+
+
+class RowReader:
+    """Reads rows of a tensor and casts them. Between two calls it holds no memory and no file."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, info: TensorInfo, dst: DType, out_of_range: OutOfRange
+    ) -> None:
+        """Read nothing yet; ``info``: a tensor of at least one axis; ``dst``: dtype of results."""
+        self.row_shape, self.dst = info.shape[1:], dst
+        self._info = info
+        self._header = checkpoint.headers[info.shard]
+        self._numel = math.prod(self.row_shape)
+        self._nbytes = info.dtype.nbytes(self._numel)  # of a row
+        self._cast = make_cast(info.dtype, dst, out_of_range=out_of_range)
+
+    def read(self, rows: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        """Return rows as a flat array of bytes, cast to the reader's `dst`; ``rows``: ascending."""
+        count = self._info.shape[0]
+        if rows and not 0 <= rows[0] <= rows[-1] < count:
+            wrong = next(row for row in rows if not 0 <= row < count)
+            raise IndexError(f"{self._info.name} has {count} rows, and not row {wrong}")
+        data = np.empty(len(rows) * self._nbytes, np.uint8)
+        view = memoryview(data.data)
+        reader = open_shard(self._header, file_kind(self._info.shard, "pread"))
+        try:
+            reader.stop_ahead()  # rows are scattered in the file
+            breaks = [at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1]
+            for at, stop in pairwise([0, *breaks, len(rows)] if rows else []):
+                start = self._info.start + rows[at] * self._nbytes
+                reader.read_into(start, view[at * self._nbytes : stop * self._nbytes])
+        except CheckpointError as error:
+            raise error.of_tensor(self._info.name) from error
+        finally:
+            reader.close()
+        if self.dst is self._info.dtype:
+            return data
+        out = np.empty(self.dst.nbytes(len(rows) * self._numel), np.uint8)
+        if len(rows):
+            self._cast(view, memoryview(out.data))
+        return out
+
 
 P = TypeVar("P", bound=Parameter)
 LayerWeights = Sequence[tuple[int, str]]  # of each weight, the index of its buffer, and its name
@@ -307,3 +472,41 @@ def _joined(groups: Sequence[LayerGroup], heads: Sequence[LayerGroup]) -> list[L
             found[f"{own.name} (stays)"] = replace(own, name=f"{own.name} (stays)")
         found[head.name] = head
     return [*found.values()]
+
+
+# By framework, module and name of its `ModelAdapter`.
+_MODELS: Mapping[str, tuple[str, str]] = {
+    "torch": ("streamload.offloading.torch", "TorchModel"),
+    "tinygrad": ("streamload.offloading.tinygrad", "TinygradModel"),
+}
+
+
+def adapter_of(place: Place, match: Match, layers: Sequence[str] = ()) -> ModelAdapter[Any]:
+    """Return the adapter that offloads a model; raises OffloadError if it cannot be offloaded."""
+    module, kind = _MODELS[check_place(place).name]
+    adapter: ModelAdapter[Any] = getattr(importlib.import_module(module), kind)(
+        place.model, match.parameters, layers
+    )
+    return adapter
+
+
+def check_place(place: Place) -> Framework:
+    """Return a model's framework; raises OffloadError if it is unknown, or devices are several."""
+    if place.owner is None:
+        raise OffloadError("offload needs a model: its layers are brought when they compute")
+    if place.owner.name not in _MODELS:
+        raise OffloadError(f"models of {type(place.model).__module__} are not offloaded here")
+    if len(names := place.devices.opened) != 1:
+        raise OffloadError(f"a model is offloaded to one device, not to {', '.join(names)}")
+    return place.owner
+
+
+def device_of(place: Place, options: Options, wants: TensorRequests) -> DeviceSpec:
+    """Return the spec of a load's single device, after compiling the casts of all weights."""
+    policy = options.policy
+    specs = place.specs(options, wants.needs_native_bf16(policy))
+    clamp, required = options.out_of_range == "clamp", options.cast == "device"
+    (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
+    host_engine(wants, policy, [spec], options.cast, clamp=clamp)
+    free = host_room_nbytes()  # to compile took some of it
+    return spec.within(None if free is None else max(free - place.host_held_nbytes, 0))

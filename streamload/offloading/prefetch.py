@@ -26,7 +26,7 @@ from streamload.devices.base import Buffer, QueuedWork
 from streamload.errors import OffloadError
 from streamload.offloading.bringing import Bringer
 from streamload.offloading.completion import wait_for
-from streamload.offloading.layers import Slots
+from streamload.offloading.slots import Slots
 
 T = TypeVar("T")
 

@@ -17,20 +17,17 @@ from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import OF_MODELS, OffloadOptions, Options, takes
 from streamload.loading.prepare import Place
 from streamload.loading.report import Clock, LoadReport
-from streamload.offloading.groups import Step, steps_of_checkpoint
-from streamload.offloading.model import Timed
-from streamload.offloading.models import device_of
-from streamload.offloading.offload import Streaming, begin, for_passes, load_of_stays
-from streamload.offloading.plan import OffloadPlan
-from streamload.offloading.problem import Problem
-from streamload.offloading.report import OffloadReport
+from streamload.offloading.layers import Step, steps_of_checkpoint
+from streamload.offloading.model import Timed, device_of
+from streamload.offloading.offload import OffloadReport, Streaming, begin, for_passes, load_of_stays
+from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.planning.match import wants_of
 from streamload.planning.requests import TensorRequests
 
 # By framework, module and name of the `Slots` that lend tensors to loops.
 _SLOTS: Mapping[str, tuple[str, str]] = {
-    "host": ("streamload.offloading.layers", "Slots"),
-    "tinygrad": ("streamload.offloading.tinygrad_modules", "LentSlots"),
+    "host": ("streamload.offloading.slots", "Slots"),
+    "tinygrad": ("streamload.offloading.tinygrad", "LentSlots"),
     "torch": ("streamload.offloading.torch_modules", "TensorSlots"),
 }
 

@@ -15,14 +15,18 @@ from streamload.devices.base import Device
 from streamload.devices.torch.tensors import TO_TORCH, TorchParameter, parts_of, unwrapped_names
 from streamload.errors import OffloadError
 from streamload.offloading import torch_modules
-from streamload.offloading.groups import LayerGroup, rows_of_experts
-from streamload.offloading.model import ExpertWeights, LayerWeights, ModelAdapter, Timed
-from streamload.offloading.overrun import TokenRoom, tokens_of
-from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.layers import LayerGroup, rows_of_experts
+from streamload.offloading.model import (
+    ExpertWeights,
+    LayerWeights,
+    ModelAdapter,
+    RowReader,
+    Timed,
+    TokenRoom,
+    tokens_of,
+)
+from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.problem import Problem
-from streamload.offloading.rows import RowReader
-from streamload.offloading.stays import Stays
 from streamload.offloading.torch_experts import (
     StreamedExperts,
     Sums,
@@ -30,6 +34,7 @@ from streamload.offloading.torch_experts import (
     number_of_experts,
     sums_of,
 )
+from streamload.offloading.torch_modules import Stays
 
 
 class TorchModel(ModelAdapter[TorchParameter]):

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from types import FrameType, MethodType
@@ -19,15 +29,304 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from streamload.core.dtypes import DType
+from streamload.core.patterns import matches
 from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
-from streamload.offloading import torch_lent
-from streamload.offloading.layers import Slots
+from streamload.offloading.model import RowReader
 from streamload.offloading.prefetch import Rounds, call_layer
-from streamload.offloading.rows import RowReader
-from streamload.offloading.stays import Stays
-from streamload.offloading.torch_faces import Face
+from streamload.offloading.slots import Slots
+
+# Characters that are special in patterns of `fnmatch`; a number between the points of a name.
+_SPECIAL = re.compile(r"([*?[])")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_MOST_NAMED = 4
+
+
+class Stays:
+    """Collects weights that passes show to be unable to stream, and raises one error for all.
+
+    A pass goes on to its end, to find all of them; then it raises in place of returning its output.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[str, str] = {}  # by each name of a weight, its name in errors
+        self._kept: dict[str, str] = {}  # by weight, why it cannot stream in any pass
+        self._outside: dict[str, str] = {}  # by weight, why it cannot stream in this pass
+        self.fine: set[str] = set()  # weights that a layer used in this pass, and left unchanged
+        self._passes = 0  # passes under way, one inside the other
+
+    @contextmanager
+    def a_pass(self) -> Iterator[None]:
+        """Wrap a pass: raise OffloadError at its end for all weights that cannot stream."""
+        self.check()
+        if self._passes:  # a pass inside of another
+            yield
+            return
+        self._outside.clear()
+        self.fine.clear()
+        self._passes += 1
+        try:
+            yield
+        except Exception as error:
+            if not (self._kept or self._outside):
+                raise
+            raise self._error() from error
+        finally:
+            self._passes -= 1
+        if self._kept or self._outside:
+            raise self._error()
+
+    def check(self) -> None:
+        """Raise OffloadError if an earlier pass has shown that weights cannot stream."""
+        if self._kept and not self._passes:
+            raise self._error()
+
+    def cannot(self, name: str, reason: str, *, outside: bool = False) -> None:
+        """Note why a weight cannot stream: raises OffloadError now, or in a pass at its end.
+
+        ``outside``: a module outside of the weight's layer used it, an error in this pass only.
+        """
+        (self._outside if outside else self._kept).setdefault(name, reason)
+        if not self._passes:
+            self.fine.clear()
+            raise self._error()
+
+    def _error(self) -> OffloadError:
+        found = {**self._kept, **self._outside}
+        quoted = [f'"{each}"' for each in _patterns(found, self.streams, self.fine)]
+        hint = quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
+        (first, reason), *rest = found.items()
+        if not self._passes:
+            self._outside.clear()
+        likewise = ", ".join(name for name, _ in rest[:_MOST_NAMED])
+        if len(rest) > _MOST_NAMED:
+            likewise += f" and {len(rest) - _MOST_NAMED} more"
+        beside = f"; nor can {likewise} stream" if rest else ""
+        return OffloadError(f"{first} {reason}{beside}: let the weight stay, with stay={hint}")
+
+
+def _patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[str]) -> list[str]:
+    """Return patterns of names that match the weights ``found``, for ``stay=``.
+
+    A pattern has "*" for numbers, unless that matches a weight of ``fine``, which can stream.
+    ``streams``: by each name of a weight, its name in errors.
+    """
+    mine = {*found}
+    out: list[str] = []
+    for name in found:
+        if matches(name, out):
+            continue
+        exact = _SPECIAL.sub(r"[\1]", name)
+        kind = _NUMBER.sub("*", exact)
+        others = {own for each, own in streams.items() if matches(each, [kind])} - mine
+        out.append(exact if any(each in fine for each in others) else kind)
+    return out
+
+
+# Attributes of the face itself; all others are those of its method.
+_OWN = frozenset(("__call__", "__reduce_ex__", "__reduce__", "__deepcopy__"))
+
+
+class Face:
+    """Looks like a method, and calls another function.
+
+    Class, signature, name, docstring, annotations, code and object are those of the method:
+    packages read arguments of a model's ``forward`` from its signature.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_function", "_method", "_refusal")
+
+    def __new__(cls, method: Callable[..., Any], call: Any, refusal: str = "") -> Any:
+        """Make a face; if ``method`` is a face, bind it to the object ``call`` (for WeakMethod)."""
+        if type(method) is Face:
+            return MethodType(method, call)
+        return object.__new__(cls)
+
+    def __init__(
+        self, method: Callable[[], Any], call: Callable[..., Any], refusal: str = ""
+    ) -> None:
+        """Call ``call`` in place of the method that ``method`` returns.
+
+        ``method`` must not keep the object alive. ``refusal``: the error of a copy or pickle.
+        """
+        self._method, self._call, self._refusal = method, call, refusal
+        self._function: Face | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN:
+            return object.__getattribute__(self, name)
+        if name == "_torchdynamo_disable":  # dynamo would bypass the face, and run the method
+            return True
+        method = _method_of(self)
+        if name != "__func__":
+            return getattr(method, name)
+        function = object.__getattribute__(self, "_function")
+        if function is None:  # kept: packages have weak references to it
+            call, refusal = (object.__getattribute__(self, each) for each in ("_call", "_refusal"))
+            function = self._function = _function_of(method, call, refusal)
+        return function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function that replaces the method."""
+        return object.__getattribute__(self, "_call")(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(_method_of(self) == (_method_of(other) if type(other) is Face else other))
+
+    def __hash__(self) -> int:
+        return hash(_method_of(self))
+
+    def __repr__(self) -> str:
+        return repr(_method_of(self))
+
+    def __dir__(self) -> list[str]:
+        return dir(_method_of(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OffloadError(object.__getattribute__(self, "_refusal"))
+
+    __deepcopy__ = __reduce_ex__
+
+
+def _method_of(face: Face) -> Any:
+    return object.__getattribute__(face, "_method")()
+
+
+def _function_of(method: Any, call: Callable[..., Any], refusal: str) -> Face:
+    """Return a `Face` of a method's function; for the method's own object it runs ``call``."""
+    function, owner = method.__func__, id(method.__self__)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if args and id(args[0]) == owner:
+            return call(*args[1:], **kwargs)
+        return function(*args, **kwargs)
+
+    found: Face = Face(lambda: function, called, refusal)
+    return found
+
+
+_LENT = "_streamload_lent"  # attribute of a weight in a slot: its state when it was first lent
+
+# torch.compile's attributes of a tensor, which do not depend on values.
+_OF_COMPILE = ("_dynamo_static_input_type", "_dynamo_dynamic_indices")
+
+
+@dataclass(slots=True)
+class _Lent:
+    """The state of a weight when a module got it, to detect changes."""
+
+    address: int
+    version: int  # torch's count of writes
+    uses: int  # references of tensors and Python to its storage
+    home: torch.Tensor  # another tensor over its memory
+    left: int = 0  # references that a traceback may have; counted again until there are none
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, home: torch.Tensor) -> _Lent:
+        """Return the state of a weight now; ``home``: a tensor over the same memory."""
+        storage = home.untyped_storage()  # one object per storage
+        uses = torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+        return cls(weight.data_ptr(), weight._version, uses, home)
+
+
+def weight_of(tensor: torch.Tensor) -> nn.Parameter:
+    """Return a parameter over a tensor in a slot, with its own storage, to lend to modules."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = nn.Parameter(tensor, requires_grad=False)
+    del tensor
+    setattr(made, _LENT, None)
+    return made
+
+
+def is_lent(value: object) -> bool:
+    """Return whether an object is a weight in a slot, made by `weight_of`."""
+    return hasattr(value, _LENT)
+
+
+def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
+    """Note the state of a weight before a module gets it, in place of the placeholder ``stands``.
+
+    The weight gets the placeholder's ``requires_grad``, by which kernels are chosen, too.
+    """
+    if weight.requires_grad != stands.requires_grad:
+        weight.requires_grad_(stands.requires_grad)
+    was: _Lent | None = getattr(weight, _LENT)
+    if was is None:
+        setattr(weight, _LENT, _Lent.of(weight, weight.detach()))
+    elif was.left:
+        was.left = max(_Lent.of(weight, was.home).uses - was.uses, 0)
+
+
+def after_error(weights: Sequence[torch.Tensor]) -> None:
+    """Allow one more reference to each weight, by the error's traceback, which may be kept."""
+    for weight in weights:
+        was: _Lent | None = getattr(weight, _LENT)
+        if was is not None:
+            was.left = max(was.left, 1)
+
+
+def kept_in(module: nn.Module, weights: Sequence[torch.Tensor]) -> set[int]:
+    """Return indices of the weights that attributes of a module or its children refer to."""
+    storages = {weight.untyped_storage()._cdata: at for at, weight in enumerate(weights)}
+    found, seen = set[int](), set[int]()
+    todo: list[Any] = [vars(each) for each in module.modules()]
+    with torch._C.DisableTorchFunctionSubclass():
+        while todo:
+            value = todo.pop()
+            if id(value) in seen:  # a container may hold itself
+                continue
+            seen.add(id(value))
+            if isinstance(value, dict):
+                todo += value.values()
+            elif isinstance(value, (list, tuple, set)):
+                todo += value
+            elif isinstance(value, torch.Tensor) and torch._C._has_storage(value):
+                found.add(storages.get(value.untyped_storage()._cdata, -1))
+            elif isinstance(value, torch.UntypedStorage):
+                found.add(storages.get(value._cdata, -1))
+    return found
+
+
+def take_back(weight: torch.Tensor) -> None:
+    """Restore a lent weight, its memory and attributes: the next layer gets the same object."""
+    was: _Lent | None = getattr(weight, _LENT, None)
+    if was is not None and weight.data_ptr() != was.address:
+        weight.data = was.home
+    for key in {*weight.__dict__} - {_LENT, *_OF_COMPILE}:
+        delattr(weight, key)
+
+
+def forget(weight: torch.Tensor) -> None:
+    """Drop the state that `lend` noted, as the weight is lent no more."""
+    if is_lent(weight):
+        setattr(weight, _LENT, None)
+
+
+def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
+    """Return whether Python has more than ``before`` references to ``weights[at]``: it is kept."""
+    if sys.getrefcount(weights[at]) > before:
+        gc.collect()  # an unused cycle may hold it
+    return sys.getrefcount(weights[at]) > before
+
+
+def why_kept(weight: Any, given: torch.Tensor) -> str:
+    """Return the misuse of lent ``given``, in words, or ""; the module now has ``weight``."""
+    if weight is not given:
+        return "puts another tensor in its place"
+    was: _Lent = getattr(given, _LENT)
+    found = _Lent.of(given, was.home)
+    if found.address != was.address:
+        return "puts other data in its place"
+    if found.version != was.version:
+        was.version = found.version  # so that only this layer is reported
+        return "writes into it"
+    if found.uses > was.uses + was.left:
+        gc.collect()
+        if _Lent.of(given, was.home).uses > was.uses + was.left:
+            return "keeps or gives a view of it"
+    return ""
+
 
 # Names of functions of tensors that need no values of a weight.
 _ASKED = frozenset(
@@ -209,7 +508,7 @@ class TensorSlots(Slots):
         both = chain.from_iterable(self._made.values())
         for view in (self._memory, *chain.from_iterable(both)):
             view.data = torch.empty(0, dtype=view.dtype, device=view.device)
-            torch_lent.forget(view)
+            forget(view)
         self._made.clear()
 
     def refuse_capture(self) -> None:
@@ -224,11 +523,11 @@ class TensorSlots(Slots):
 class TorchSlots(TensorSlots):
     """Slots with parameters over them, for modules; a storage per parameter, to count its uses."""
 
-    weight_of = staticmethod(torch_lent.weight_of)
+    weight_of = staticmethod(weight_of)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
-        return torch_lent.weight_of(own.view(tensor.dtype).view(tensor.shape))
+        return weight_of(own.view(tensor.dtype).view(tensor.shape))
 
     def pools(self, expert: int) -> list[torch.Tensor]:
         """Return a tensor for each weight of an expert: that weight in all slots, on a first axis.
@@ -397,7 +696,7 @@ class StreamedModule(Wrapped):
             buffers = [*self._rounds.acquire(self._number)]  # raises if another thread has it
             before = [self._before(*place[1:], inside_itself) for place in self._places]
             for at, container, key, absent in self._places:
-                torch_lent.lend(buffers[at], absent)
+                lend(buffers[at], absent)
                 container[key] = buffers[at]
             counts = [sys.getrefcount(buffers[at]) for at in range(len(buffers))]
             with self._restored():
@@ -409,7 +708,7 @@ class StreamedModule(Wrapped):
                 for (_, container, key, _), had in zip(self._places, before, strict=bool(before)):
                     container[key] = had
                 for buffer in buffers:
-                    torch_lent.take_back(buffer)
+                    take_back(buffer)
                 if not ended and not inside_itself:
                     self._check_attributes(buffers)
             finally:
@@ -434,8 +733,8 @@ class StreamedModule(Wrapped):
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """Note as errors weights that a call changed or keeps; ``counts``: references before it."""
         for at, container, key, absent in self._places:
-            problem = torch_lent.why_kept(container.get(key), buffers[at])
-            if not problem and torch_lent.is_kept(buffers, at, counts[at]):
+            problem = why_kept(container.get(key), buffers[at])
+            if not problem and is_kept(buffers, at, counts[at]):
                 problem = "keeps or gives it"
             if problem:
                 self._cannot(absent, problem)
@@ -446,8 +745,8 @@ class StreamedModule(Wrapped):
         """After a failed call, note weights that attributes keep; the traceback may keep others."""
         if not buffers:
             return
-        torch_lent.after_error(buffers)
-        kept = torch_lent.kept_in(self._module, buffers)
+        after_error(buffers)
+        kept = kept_in(self._module, buffers)
         for at, _, _, absent in self._places:
             if at in kept:
                 self._cannot(absent, "keeps it or a view of it")
@@ -466,7 +765,7 @@ class StreamedModule(Wrapped):
         A lent weight is there in a call inside itself, or if Ctrl-C came as a call ended.
         """
         had = held[key]
-        if torch_lent.is_lent(had):
+        if is_lent(had):
             return had if inside_itself else absent
         if not isinstance(had, StreamedParameter):
             reason = (

@@ -30,9 +30,8 @@ from streamload.loading.load import run
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading import torch_modules
 from streamload.offloading.model import Timed
-from streamload.offloading.offload import Prepared, Streaming, begin
+from streamload.offloading.offload import OffloadReport, Prepared, Streaming, begin
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.report import OffloadReport
 
 # Methods of models that compute: pipelines call a VAE by the last two.
 _METHODS = ("forward", "encode", "decode")

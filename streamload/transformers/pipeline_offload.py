@@ -19,8 +19,8 @@ from streamload.loading.options import Options
 from streamload.loading.place import Devices
 from streamload.loading.report import LoadReport
 from streamload.offloading import offload
+from streamload.offloading.offload import OffloadReport
 from streamload.offloading.plan import OffloadPlan
-from streamload.offloading.report import OffloadReport
 from streamload.offloading.torch_turns import Turn, Turns
 from streamload.transformers.pipeline_models import Part
 from streamload.transformers.pipeline_patterns import stay_in

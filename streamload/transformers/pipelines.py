@@ -41,8 +41,7 @@ from streamload.loading.options import (
 )
 from streamload.loading.place import Devices, open_devices
 from streamload.loading.report import LoadReport
-from streamload.offloading.offload import for_passes
-from streamload.offloading.suggest import OFFLOAD
+from streamload.offloading.offload import OFFLOAD, for_passes
 from streamload.planning.dequantize import dequantized
 from streamload.planning.quant_policy import QuantPolicy
 from streamload.planning.sources import Source

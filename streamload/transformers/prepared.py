@@ -24,8 +24,7 @@ from streamload.loading.load import load_under
 from streamload.loading.options import Options
 from streamload.loading.place import Devices, on_unstored
 from streamload.loading.report import LoadReport
-from streamload.offloading.offload import Offloaded, offload_under
-from streamload.offloading.suggest import OFFLOAD
+from streamload.offloading.offload import OFFLOAD, Offloaded, offload_under
 from streamload.planning.dequantize import all_dequantized, decoded_always, dequantized
 from streamload.planning.match import same_bytes
 from streamload.planning.requests import DTypePolicy

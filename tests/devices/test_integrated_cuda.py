@@ -21,7 +21,7 @@ from streamload.core.memory import Budget, overhead_nbytes
 from streamload.devices.base import DeviceInfo
 from streamload.errors import DeviceError, PlanInfeasibleError
 from streamload.loading import place
-from streamload.offloading import problem
+from streamload.offloading import plan as problem
 
 MIB = 2**20
 NBYTES = 64 * MIB

@@ -30,11 +30,10 @@ transformers = needs.module("transformers")
 
 from streamload.checkpoint.open import open_checkpoint  # noqa: E402
 from streamload.devices.torch.device import CPUDevice  # noqa: E402
-from streamload.offloading.experts import ExpertCache  # noqa: E402
 from streamload.offloading.offload import plan_offload  # noqa: E402
 from streamload.offloading.prefetch import Rounds  # noqa: E402
+from streamload.offloading.slots import ExpertCache, FileViews  # noqa: E402
 from streamload.offloading.torch_experts import number_of_experts, sums_of  # noqa: E402
-from streamload.offloading.views import FileViews  # noqa: E402
 from streamload.planning.sources import Source  # noqa: E402
 from streamload.transformers.names import Names  # noqa: E402
 

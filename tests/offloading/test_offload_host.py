@@ -27,7 +27,7 @@ from streamload.errors import (
     OffloadError,
     PlanInfeasibleError,
 )
-from streamload.offloading import problem as deciding
+from streamload.offloading import plan as deciding
 
 LAYERS, WIDTH = 8, 256
 LAYER_NBYTES = WIDTH * WIDTH * 4

@@ -20,7 +20,7 @@ import streamload  # noqa: E402
 from streamload.devices.torch import device as torch_devices  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
 from streamload.errors import OffloadError  # noqa: E402
-from streamload.offloading import torch_lent, torch_modules  # noqa: E402
+from streamload.offloading import torch_modules  # noqa: E402
 from streamload.offloading.completion import Reaper  # noqa: E402
 from streamload.offloading.prefetch import Rounds  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
@@ -82,7 +82,7 @@ def test_before_weights_are_put_back(
 def test_while_weights_are_checked(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What its traceback refers to is not taken for a weight that a layer keeps."""
     model, whole = pair
-    of, armed = torch_lent._Lent.of, False
+    of, armed = torch_modules._Lent.of, False
 
     def interrupted(weight: Any, home: Any) -> Any:
         nonlocal armed
@@ -95,7 +95,7 @@ def test_while_weights_are_checked(pair: tuple[Any, Any], monkeypatch: pytest.Mo
     with model.streamload_offload:
         expected = models.logits(whole)
         assert torch.equal(models.logits(model), expected)
-        monkeypatch.setattr(torch_lent._Lent, "of", interrupted)
+        monkeypatch.setattr(torch_modules._Lent, "of", interrupted)
         armed = True
         kept = _interrupted(model, expected)
         assert not armed and kept.__traceback__

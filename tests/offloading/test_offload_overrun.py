@@ -13,7 +13,7 @@ from torch import nn
 
 import streamload
 from streamload.errors import OffloadError
-from streamload.offloading.overrun import tokens_of
+from streamload.offloading.model import tokens_of
 from streamload.transformers import from_pretrained
 
 IDS = models.IDS  # two sequences of 9 tokens

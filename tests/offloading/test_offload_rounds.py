@@ -25,8 +25,8 @@ from safetensors.numpy import save_file
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import OffloadError, StreamloadError
 from streamload.offloading import bringing as rounds_module
-from streamload.offloading.layers import Layer
 from streamload.offloading.prefetch import Rounds
+from streamload.offloading.slots import Layer
 from streamload.planning.match import wants_of
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import sources

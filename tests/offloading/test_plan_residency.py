@@ -1,4 +1,4 @@
-"""What stays on a device, and what streams: `streamload.offloading.residency`."""
+"""What stays on a device, and what streams: `streamload.offloading.layers`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamload.offloading.groups import Module, without_small
-from streamload.offloading.residency import LayerSize, Residency, choose, least
+from streamload.offloading.layers import LayerSize, Module, Residency, choose, least, without_small
 
 _KINDS = st.sampled_from(["layer", "layer", "layer", "rows", "fixed"])
 

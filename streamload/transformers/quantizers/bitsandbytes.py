@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from streamload.devices.torch.tensors import STREAMED
-from streamload.offloading.torch_lent import is_lent, weight_of
-from streamload.offloading.torch_modules import StreamedParameter
+from streamload.offloading.torch_modules import StreamedParameter, is_lent, weight_of
 
 _FOUR_BIT_PARTS = ("weight", "weight.absmax", "weight.quant_map")  # that kernels read
 _NESTED_PARTS = (*_FOUR_BIT_PARTS, "weight.nested_absmax", "weight.nested_quant_map")
