@@ -160,6 +160,7 @@ _CALLS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], Any], ...] = (
     ("sem_post", ("sem_post",), (_pointer,), _int),
     ("sem_wait", ("sem_wait",), (_pointer,), _int),
     ("malloc_trim", ("malloc_trim",), (_size,), _int),
+    ("syscall", ("syscall",), (ctypes.c_long, _int, _pointer, _pointer, ctypes.c_uint), _i64),
     ("sync_file_range", ("sync_file_range",), (_int, _i64, _i64, ctypes.c_uint), _int),
 )
 

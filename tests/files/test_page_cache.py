@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import mkdtemp
+from time import sleep
 
 import numpy as np
 import pytest
 from boxes import Boxes
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from parameters import few
 
@@ -220,10 +221,13 @@ def test_stranger_to_a_file() -> None:
         shutil.rmtree(folder)
 
 
-def load(path: Path, cache: PageCache, kind: ResolvedKind, threads: int) -> Iterator[int]:
+def load(
+    path: Path, cache: PageCache, kind: ResolvedKind, threads: int, stop_nbytes: int | None = None
+) -> Iterator[int]:
     """Read a file as a load does, 3 MB at a time; yields the bytes read so far."""
     nbytes = path.stat().st_size
-    ranges = [(at, min(at + 3_000_000, nbytes)) for at in range(0, nbytes, 3_000_000)]
+    end = nbytes if stop_nbytes is None else stop_nbytes
+    ranges = [(at, min(at + 3_000_000, end)) for at in range(0, end, 3_000_000)]
     with closing(cache.open(path)) as shard, open_reader(path, nbytes, kind) as reader:
 
         def work(part: tuple[int, int]) -> int:
@@ -260,6 +264,18 @@ def test_what_the_load_brought_in_is_dropped_behind(
     assert peak < (16 + 4 + 4 * 3 + 32) * MIB
     assert not resident(large)
     assert cache.dropped_nbytes == LARGE
+
+
+@pytest.mark.parametrize("kind", ["pread", "mmap"])
+@pytest.mark.parametrize("stop_nbytes", [8 * MIB, 48 * MIB, 60 * MIB])
+def test_what_was_read_ahead_is_dropped(large: Path, kind: ResolvedKind, stop_nbytes: int) -> None:
+    """Of a file that is read in part, pages that the kernel still reads ahead go, too."""
+    cache = prepare("drop")
+    for _ in load(large, cache, kind, 1, stop_nbytes):
+        pass
+    sleep(0.05)
+    assert not resident(large)
+    assert cache.dropped_nbytes == stop_nbytes
 
 
 @pytest.mark.parametrize("kind", ["pread", "mmap"])
@@ -340,6 +356,10 @@ def test_file_in_more_pieces_than_are_remembered(
     reads=st.lists(
         st.tuples(st.integers(0, 3 * MIB), st.integers(1, MIB)), min_size=1, max_size=12
     ),
+)
+@example(
+    before=[(170, 32), (297, 32), (274, 3), (570, 27)],
+    reads=[(158946, 1352), (61, 387), (3145727, 1048576), (20366, 61), (4561, 25)],
 )
 def test_any_reads_in_any_order(
     small: Path, before: list[tuple[int, int]], reads: list[tuple[int, int]]
