@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint
+from streamload.core.dtypes import BY_NAME
 from streamload.core.memory import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
 from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter
@@ -38,7 +39,7 @@ from streamload.errors import (
 )
 from streamload.files.hub import HubFile, file_of
 from streamload.files.local import is_slow
-from streamload.loading.load import as_model_reads, split_under
+from streamload.loading.load import as_model_reads, of_one_dtype, split_under
 from streamload.loading.options import Options
 from streamload.loading.prepare import Call, Decision, Place
 from streamload.offloading.offload import Prepared
@@ -171,8 +172,8 @@ class Agreement:
             """Return rank 0's message: a line of JSON, and the index.
 
             The line has the weights to dequantize, the commit if it is a repository's,
-            transformers' plan for tensor parallelism if tensors are split, and whether a
-            Conv1D's weights are in the order of models.
+            transformers' plan for tensor parallelism if tensors are split, whether a
+            Conv1D's weights are in the order of models, and the dtype of `DTypePolicy.alike`.
             """
             there, _ = locate(asked.path)
             found = open_checkpoint(there)
@@ -181,14 +182,16 @@ class Agreement:
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
             styles = {} if mesh is None else styles_of(found.config)
             made = dequantized(found, weights)
-            line = json.dumps([weights, file_of(there), styles, in_order(made) is not made])
+            alike = of_one_dtype(model, made, asked.options.policy).alike
+            facts = weights, file_of(there), styles, in_order(made) is not made
+            line = json.dumps([*facts, alike and alike.name])
             return line.encode() + b"\n" + write_index(found, session.me.host)
 
         line, _, data = session.share("the checkpoint", write).partition(b"\n")
 
         def check() -> tuple[tuple[Index, list[str]], bool]:
             """Return the index and missing files, and whether files were compared only in parts."""
-            weights, file, _, in_order = json.loads(line)
+            weights, file, _, in_order, _ = json.loads(line)
             pinned = HubFile(*file) if file else None  # all ranks read one commit
             index = Index.read(data, *locate(asked.path, pinned))
             missing = index.check()
@@ -197,7 +200,10 @@ class Agreement:
             return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
         (self.index, self._missing), sampled = session.stage("its files", check)
-        self.mesh = mesh and replace(mesh, styles=json.loads(line)[2])
+        _, _, styles, _, alike = json.loads(line)
+        self.mesh = mesh and replace(mesh, styles=styles)
+        policy = replace(asked.options.policy, alike=BY_NAME[alike] if alike else None)
+        self.asked = asked = replace(asked, options=replace(asked.options, policy=policy))
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
         slow = any(map(is_slow, (header.path for header in self.index.checkpoint.shards)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from streamload.checkpoint.fetch import choose_fetch, coming, on_disk
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
 from streamload.codecs.weights import Packed, read_whole
+from streamload.core.dtypes import F16, DType
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.location import Url
 from streamload.core.memory import STAGING, Ledger, canonical_device
@@ -367,7 +369,7 @@ def read_call(path: CheckpointLike, read: Options, model: Any = None) -> Call:
         checkpoint = as_in_models(dequantized(checkpoint, asked(checkpoint, read.policy)))
     elif checkpoint.groups or checkpoint.stored:
         checkpoint = _as_held(model, checkpoint, read)
-        read = replace(read, policy=_of_one_dtype(model, checkpoint, read.policy))
+    read = replace(read, policy=of_one_dtype(model, checkpoint, read.policy))
     read.quant.check_meant(checkpoint)
     found = sources(checkpoint, read.mapping, read.rename, all_match=True)
     if model is not None:
@@ -377,16 +379,33 @@ def read_call(path: CheckpointLike, read: Options, model: Any = None) -> Call:
     return Call(checkpoint, replace(read, changes=changes), found)
 
 
-def _of_one_dtype(model: Any, checkpoint: Checkpoint, policy: DTypePolicy) -> DTypePolicy:
-    """Return the policy; all floats in float16 if blocks become float16 in new modules of torch.
+def of_one_dtype(model: Any, checkpoint: Checkpoint, policy: DTypePolicy) -> DTypePolicy:
+    """Return the policy; of blocks or GGUF, new modules of torch get floats of one dtype.
 
-    Torch does not multiply float16 by float32, which files of blocks have for their vectors.
+    Torch does not multiply two dtypes, and these files have float32 for vectors. All floats become
+    float16 if blocks do, else the dtype of most elements of the matrices.
     """
-    blocks = any(isinstance(t, Packed) and t.dtype.block > 1 for t in checkpoint.tensors.values())
-    if policy.rules or not blocks or framework_of(model) != "torch" or isinstance(model, Mapping):
+    if policy.rules or model is None or isinstance(model, Mapping):
         return policy
-    held = any(p.keeps is not None for p in framework("torch").parameters(model))
-    return policy if held else DTypePolicy.parse("float16", policy.fp16_cast)
+    tensors = checkpoint.tensors.values()
+    numel = Counter[DType]()
+    if any(isinstance(t, Packed) and t.dtype.block > 1 for t in tensors):
+        numel[F16] = 1
+    elif any(header.format == "gguf" for header in checkpoint.shards):
+        for info in tensors:
+            if info.dtype.kind == "float" and len(info.shape) > 1:
+                numel[info.dtype] += info.numel
+    if not numel or framework_of(model) != "torch":
+        return policy
+    alike = max(numel, key=numel.__getitem__)
+    made = {alike, policy.resolve("", alike, native_bf16=False)}  # by a load that was broken off
+    owner = framework("torch")
+    scales = {part for name, form in owner.coded(model).items() for part in form.names(name)}
+    for each in owner.parameters(model):
+        own = None if each.is_computed() or scales.intersection(each.names) else each.keeps
+        if own is not None and own.kind == "float" and own not in made:
+            return policy
+    return replace(policy, alike=alike)
 
 
 def as_model_reads(

@@ -279,7 +279,7 @@ def narrower(
     compute in it (``native_bf16``, which may probe them). None if weights have a dtype by
     ``policy``, are stored quantized, or have both 16-bit dtypes.
     """
-    if checkpoint.groups or checkpoint.stored:
+    if checkpoint.groups or checkpoint.stored or policy.alike not in (None, F32, F64):
         return None
     tensors = checkpoint.tensors.values()
     floats = {t.dtype for t in tensors if t.dtype.kind == "float" and not policy.mentions(t.name)}

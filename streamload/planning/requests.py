@@ -99,10 +99,13 @@ class DTypePolicy:
             dtype of None stands for "as in the checkpoint".
         fp16_cast: the engine, "device" or "llvm", if the user requested bf16 to become fp16 by it
             (SUPPORT_BF16); else None.
+        alike: the stored dtype that all floats are taken to have if no rule decides; None: each
+            its own.
     """
 
     rules: tuple[tuple[str, DType | None], ...] = ()
     fp16_cast: Literal["device", "llvm"] | None = None
+    alike: DType | None = None
 
     @classmethod
     def parse(
@@ -143,6 +146,7 @@ class DTypePolicy:
         for pattern, dtype in self.rules:
             if pattern == "*" or fnmatchcase(name, pattern):
                 return src if dtype is None else dtype
+        src = self.alike or src
         if src.is_packed:  # of blocks with scales of float16
             return F16
         if src is BF16 and (self.fp16_cast is not None or not native_bf16):

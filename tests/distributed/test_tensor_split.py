@@ -259,3 +259,26 @@ def test_blocks_of_gguf(dtype: str | None, tmp_path: Path) -> None:
     expected = alone(path, dtype=dtype)
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
     assert "model.layers.0.self_attn.o_proj.weight" in plan.first_slices
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_new_models_of_gguf_have_floats_of_one_dtype(kind: str, tmp_path: Path) -> None:
+    """The file's norms are float32; torch multiplies no two dtypes."""
+    torch = needs.module("torch")
+    needs.module("gguf")
+    needs.module("transformers")
+    from gguf_files import quantized_types, small_model, tensors_of
+    from gguf_files import write as write_gguf
+
+    made = small_model("llama")
+    tensors, path = tensors_of(made), tmp_path / "model.gguf"
+    write_gguf(path, tensors, quantized_types(tensors, kind), config=made.config)
+
+    def body(group: Any) -> Any:
+        with torch.device("meta"):
+            model = type(made)(made.config)
+        given: dict[str, Any] = {"split": "replicate", "device": "cpu", "progress": False}
+        streamload.distributed.load_state_dict(model, path, group=group, **given)
+        return {tensor.dtype for tensor in model.state_dict().values()}
+
+    assert succeeded(run(World(2), body)) == [{torch.float16}] * 2

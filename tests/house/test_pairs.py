@@ -661,8 +661,7 @@ def compare(call: Call, got: Got, exact: Mapping[str, Array], found: Stored, mod
         assert parts, "nothing is quantised"
     # norms in float32 between matrices in float16, as patterns or the file have them
     mixed = isinstance(asked, dict) or (
-        case["source"].startswith("gguf")
-        and (case["dtype"] == "checkpoint" or (asked is None and case["entrance"] == "offload"))
+        case["source"].startswith("gguf") and case["dtype"] == "checkpoint"
     )
     if got.model is not None and not mixed:
         reference = MODELS[case["model"]]()

@@ -491,19 +491,52 @@ def test_a_load_that_was_interrupted_is_completed_by_the_same_call(
     assert all(torch.equal(found[name], each) for name, each in expected.state_dict().items())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("quant", [None, "stored"])
-def test_a_new_model_has_floats_of_one_dtype(tmp_path: Path, quant: Any, tied: bool) -> None:
-    """The file's norms are float32, its blocks become float16: torch multiplies no two dtypes."""
+@pytest.mark.parametrize(
+    ("kind", "quant", "tied"),
+    [
+        *(("Q8_0", quant, tied) for quant in (None, "stored") for tied in (True, False)),
+        *((kind, quant, True) for kind in ("F16", "BF16") for quant in (None, "int8", "auto")),
+    ],
+)
+def test_a_new_model_has_floats_of_one_dtype(
+    tmp_path: Path, kind: str, quant: Any, tied: bool
+) -> None:
+    """The file's norms are float32, its matrices are not: torch multiplies no two dtypes."""
     made = small_model("llama", tie_word_embeddings=tied)
-    tensors, types = in_blocks(tensors_of(made), lambda name: "Q8_0")
+    tensors = tensors_of(made)
+    types = quantized_types(tensors, kind)
     write(tmp_path / "m.gguf", tensors, types, config=made.config)
-    model = copy.deepcopy(made).to("meta")
-    model.tie_weights()
+    model, broken = (copy.deepcopy(made).to("meta") for _ in range(2))
+    [each.tie_weights() for each in (model, broken)]
     given: dict[str, Any] = {"quant": quant, "device": "cpu", "progress": False}
-    streamload.load_state_dict(model, tmp_path / "m.gguf", **given)
-    model.model.rotary_emb = made.model.rotary_emb  # the buffers that no file has
-    assert {t.dtype for t in model.state_dict().values()} <= {torch.float16, torch.uint8}
+    report = streamload.load_state_dict(model, tmp_path / "m.gguf", **given)
+    floats = {t.dtype for t in model.state_dict().values() if t.dtype.is_floating_point}
+    parts = {torch.float32} if quant == "int8" else set()  # the scales of rows
+    (dtype,) = floats - parts
+    assert dtype in ({"BF16": (torch.bfloat16, torch.float16)}.get(kind) or (torch.float16,))
+    tensors = {
+        t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if not t.is_meta
+    }
+    assert (
+        report.resident_nbytes
+        >= sum(tensors.values())
+        == sum(p.nbytes for p in report.plan.placements)
+    )
+    calls = count()
+
+    def interrupt(done: int, total: int) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        streamload.load_state_dict(
+            broken, tmp_path / "m.gguf", **given | {"progress": interrupt, "chunk_nbytes": 65536}
+        )
+    streamload.load_state_dict(broken, tmp_path / "m.gguf", **given)
+    for each in (model, broken):
+        each.model.rotary_emb = made.model.rotary_emb  # the buffers that no file has
+    assert torch.equal(logits(model), logits(broken))
     streamload.load_state_dict(made, tmp_path / "m.gguf", **given)  # stays float32
-    assert {t.dtype for t in made.state_dict().values()} <= {torch.float32, torch.uint8}
+    dtypes = {t.dtype for t in made.state_dict().values()}
+    assert dtypes <= {torch.float32, torch.uint8, torch.int8}
     assert torch.allclose(logits(model).float(), logits(made), atol=0.01)
