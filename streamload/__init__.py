@@ -23,7 +23,7 @@ from streamload.codecs.cast_table import CastCounts
 from streamload.conversion.openable import Judge, register_judge
 from streamload.core.memory import Budget
 from streamload.core.tensors import RowRange
-from streamload.files.limits import Limits
+from streamload.files.header import Limits
 from streamload.loading.iterate import iterate
 from streamload.loading.load import (
     Infeasible,

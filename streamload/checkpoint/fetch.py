@@ -15,27 +15,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
-from streamload.checkpoint import hub as repositories
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, opened
 from streamload.core.location import Location, Url, is_url, local
 from streamload.core.progress import Progress, reporting
 from streamload.errors import CheckpointError
 from streamload.files import hub, remote
-from streamload.files.guard import FileState
-from streamload.files.header import Header
+from streamload.files.header import FileState, Header
 from streamload.files.hub import Fetch
 
 _DOCUMENT = re.compile(r"config\.json|generation_config\.json|[\w-]+\.py|adapter_[^/]+")
 
 
-def repository_of(path: str | os.PathLike[str]) -> repositories.Repository | None:
+def repository_of(path: str | os.PathLike[str]) -> hub.Repository | None:
     """Return the repository that a path names, maybe by its URL; None for any other path."""
     name = os.fsdecode(path)
     if isinstance(path, Url):
         return None
-    if not repositories.is_named(name) and (is_url(name) or os.path.lexists(expanded(local(name)))):
+    if not hub.is_named(name) and (is_url(name) or os.path.lexists(expanded(local(name)))):
         return None
-    return repositories.Repository.parse(name)
+    return hub.Repository.parse(name)
 
 
 def revised(path: str | os.PathLike[str], revision: str | None) -> str | os.PathLike[str]:
@@ -75,7 +73,7 @@ def _with_documents(files: Collection[Url]) -> list[Url]:
     folder = next(iter(files)).parent
     names = [
         name
-        for name in repositories.listing(folder) or ()
+        for name in hub.listing(folder) or ()
         if name == "config.json" or (name.endswith(".json") and ".index." in name)
     ]
     documents = (folder / name for name in names if "/" not in name)
@@ -94,7 +92,7 @@ def coming(
         return
     with hub.downloading(_with_documents(files), progress, cancel):
         yield
-    repositories.keep_ref(next(iter(files)))
+    hub.keep_ref(next(iter(files)))
 
 
 def on_disk(path: CheckpointLike, fetch: Fetch, progress: Progress) -> Checkpoint:
@@ -131,7 +129,7 @@ def download(files: Sequence[Url], nbytes: int, progress: Progress) -> list[Path
     ):
         paths = [hub.fetched(url, ended) for url in files]
     for url in files[:1]:
-        repositories.keep_ref(url)
+        hub.keep_ref(url)
     return paths
 
 
@@ -143,7 +141,7 @@ def documents(found: Location, fetch: Fetch) -> Iterator[Location]:
     path of another kind is yielded unchanged.
     """
     folder = found.parent
-    listed = repositories.listing(folder) if isinstance(found, Url) else None
+    listed = hub.listing(folder) if isinstance(found, Url) else None
     if not isinstance(folder, Url) or listed is None:
         yield found
         return

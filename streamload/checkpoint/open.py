@@ -15,31 +15,31 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streamload.checkpoint import hub, variants
-from streamload.checkpoint.likeness import shaped_like
-from streamload.checkpoint.listing import folders_in, names_in
 from streamload.codecs import stored
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
 from streamload.core.location import Location, Url, is_url, local
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
-from streamload.files import remote
+from streamload.files import hub, remote
 from streamload.files.header import (
     Header,
+    Limits,
     RepeatedNames,
     Stored,
     Turn,
     check_memory,
+    check_nbytes,
     check_strings,
     describe,
     is_there,
+    limited,
+    most_nbytes,
     parse_json_object,
     some,
     unreadable,
 )
 from streamload.files.hub import HubFile, cached, file_of, url_of
-from streamload.files.limits import Limits, check_nbytes, limited, most_nbytes
 from streamload.formats.chunks import joined_shards
 from streamload.formats.reader import (
     DEFAULT,
@@ -253,7 +253,7 @@ def _opened(found: Location, folder: Location, variant: str | None, key: str | N
             return _open_folder(found, names, variant, key)
         assert isinstance(found, Url), "local folders are listed"
         return _open_remote_folder(found, variant, key)
-    if variant is not None and not variants.is_of(found.name, variant):
+    if variant is not None and not is_of_variant(found.name, variant):
         raise ShardNotFoundError(
             found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
         )
@@ -317,12 +317,12 @@ def _with_siblings(header: Header, folder: Location) -> list[Header]:
 def _check_whole(header: Header, folder: Location) -> None:
     """Raise HeaderError if the file of another rank has slices of the same tensors."""
     names = {info.name for info in header.tensors}
-    for name in variants.next_rank(header.path.name):
+    for name in _next_rank(header.path.name):
         others: Sequence[TensorInfo] = ()
         with suppress(CheckpointError):  # none, or not readable: this file is opened alone
             others = read_header(cached(folder / name)).tensors
         if any(info.name in names for info in others):
-            raise variants.of_rank(header)
+            raise _of_rank(header)
 
 
 def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Checkpoint:
@@ -343,9 +343,7 @@ def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Ch
 
 def _remote_headers(folder: Url, format: Format, variant: str | None) -> list[Header]:
     """Return the headers of files with usual names on a server, or raise ShardNotFoundError."""
-    index, single = (
-        folder / variants.varied(name, variant) for name in (format.index, format.single)
-    )
+    index, single = (folder / varied(name, variant) for name in (format.index, format.single))
     try:
         weight_map = _read_weight_map(index, format)
     except ShardNotFoundError:
@@ -408,7 +406,7 @@ def _open_folder(
     """Open a folder with these names by its index, its single file, or all its weight files."""
     config = _read_config(folder)
     format = _format_of_folder(names, variant).keyed(key)
-    single, index = (variants.varied(name, variant) for name in (format.single, format.index))
+    single, index = (varied(name, variant) for name in (format.single, format.index))
     if index and index in names:
         weight_map = _read_weight_map(folder / index, format)
         # saving a single file over a set of shards leaves a stale index: take the file, as
@@ -418,13 +416,13 @@ def _open_folder(
             return from_headers(folder, headers, config or _own_config(headers))
     shards = [single] if single in names else _unindexed(folder, names, variant, format)
     headers = [read_header(cached(folder / name), format=format) for name in shards]
-    found = variants.without(folder, joined_shards(headers), variant)
+    found = _of_one_variant(folder, joined_shards(headers), variant)
     return from_headers(folder, found, config or _own_config(found))
 
 
 def _format_of_folder(names: Sequence[str], variant: str | None) -> Format:
     """Return the format of a folder's files: safetensors if the folder has any, else another."""
-    if variants.varied(DEFAULT.index, variant) in names:
+    if varied(DEFAULT.index, variant) in names:
         return DEFAULT
     for format in FORMATS.values():
         known = [name for name in names if _is_weights(name, format)]
@@ -456,9 +454,9 @@ def _unindexed(
     hub.check_single(folder, shards)
     if variant is not None:
         known = shards
-        shards = [name for name in shards if variants.is_of(name, variant)]
+        shards = [name for name in shards if is_of_variant(name, variant)]
         if known and not shards:
-            expected = variants.varied(f"*{_SUFFIX}", variant)
+            expected = varied(f"*{_SUFFIX}", variant)
             raise ShardNotFoundError(
                 folder, f"holds no file of variant {variant!r}", expected, some(known)
             )
@@ -589,3 +587,180 @@ def _headers(of: Location, folder: Location, names: Sequence[str], format: Forma
     if missing:
         raise _missing(of, missing, len(missing), len(names))
     return headers
+
+
+def list_folder(folder: Url) -> dict[str, int] | None:
+    """Return bytes of a folder's files by path, but hidden ones; None if it is not listed."""
+    listed = _of_bucket(folder) if folder.is_store else hub.listing(folder)
+    if listed is None:
+        return None
+    return {path: n for path, n in listed.items() if _is_shown(path)}
+
+
+def _is_shown(path: str) -> bool:
+    return "\0" not in path and all(p and not p.startswith(".") for p in path.split("/"))
+
+
+def _of_bucket(folder: Url) -> Mapping[str, int] | None:
+    """Return lengths by path of a bucket's folder, which the reader of buckets lists as JSON."""
+    try:
+        document = parse_json(remote.read_file(folder, most_nbytes(folder)))
+        return {entry["rfilename"]: entry["size"] for entry in document["siblings"]}
+    except ShardNotFoundError:
+        return None
+    except CheckpointError:  # a ValueError, too
+        raise
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return None
+
+
+def names_in(folder: Location) -> list[str] | None:
+    """Return names in a folder, in order, of folders on servers with a slash; None if unlisted."""
+    if isinstance(folder, Url):
+        paths = list_folder(folder)
+        return None if paths is None else sorted({"".join(p.partition("/")[:2]) for p in paths})
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def folders_in(folder: Location, names: Sequence[str]) -> list[str]:
+    """Return how a user writes those of `names_in` that are folders."""
+    if isinstance(folder, Url):
+        where = f"{folder}" if folder.is_store else hub.written(folder)
+        return [f"{where}{name.rstrip('/')}" for name in names if name.endswith("/")]
+    return [str(folder / name) for name in names if Path(folder / name).is_dir()]
+
+
+_NUMBER = re.compile(r"-\d+-of-\d+", re.ASCII)
+_DIGITS = re.compile(r"\d+", re.ASCII)
+#: Files of ranks that each hold slices: Meta's, Megatron's and DeepSpeed's, vLLM's.
+_OF_RANK = re.compile(r"(consolidated\.|mp_rank_|model-rank-)(\d+)([._-].*)", re.ASCII)
+
+
+def varied(name: str, variant: str | None) -> str:
+    """Return a file's name in a variant: "a.fp16.bin" for "a.bin"; unchanged for None."""
+    stem, dot, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}{dot}{ending}"
+
+
+def is_of_variant(name: str, variant: str) -> bool:
+    """Return whether a file of weights, or an index, belongs to a variant, by its name."""
+    name = _NUMBER.sub("", name)
+    return name.endswith((varied(".safetensors", variant), varied(".index.json", variant)))
+
+
+def without_variants(names: Iterable[str]) -> list[str]:
+    """Return ``names`` without each variant ("a.fp16.bin") whose plain name ("a.bin") is listed."""
+    plainly = {name: _NUMBER.sub("", name) for name in names}
+    known = set(plainly.values())
+    return [name for name, one in plainly.items() if _plain(one) not in known]
+
+
+def _variants_in(names: Iterable[str]) -> list[str]:
+    """Return the possible variants in the names of files, sorted: "fp16" of "a.fp16.bin"."""
+    parts = (_NUMBER.sub("", name).split(".") for name in names)
+    return sorted({part[-2] for part in parts if len(part) > 2})
+
+
+def _of_one_variant(
+    folder: Location, headers: Sequence[Header], variant: str | None
+) -> Sequence[Header]:
+    """Return the headers without variants (``a.fp16.bin``) of files that exist, too (``a.bin``).
+
+    All stay with a ``variant`` or if no tensor repeats. Raise HeaderError if a folder holds several
+    variants and no file without one, a model more than once in files of other formats, or files
+    whose names differ in more than numbers: without an index these are parts of no one checkpoint.
+    """
+    tensors = [info.name for header in headers for info in header.tensors]
+    repeat = len({*tensors}) < len(tensors)
+    names = [header.path.name for header in headers]
+    kept, is_other = set(names), headers[0].format != DEFAULT.name
+    if repeat and not (variant or is_other):
+        kept = set(without_variants(names))
+        if len(kept) == len(names) and len(known := _variants_in(names)) > 1:
+            written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in known)
+            raise HeaderError(folder, "holds several variants", written, some(names))
+    if repeat and set(_next_rank(names[0])) & set(names):
+        raise _of_rank(headers[0])
+    if len({_DIGITS.sub("0", name) for name in kept}) > 1 or (repeat and is_other):
+        raise HeaderError(
+            folder,
+            "holds several checkpoints",
+            "the path of one file, an index, or files that are numbered alike",
+            some(names),
+        )
+    return [header for header in headers if header.path.name in kept]
+
+
+def _next_rank(name: str) -> list[str]:
+    """Return the names of the files of the next and the last rank; [] if it is no rank's file."""
+    match = _OF_RANK.fullmatch(name)
+    if match is None:
+        return []
+    before, number, after = match.groups()
+    others = (n for n in (int(number) + 1, int(number) - 1) if n >= 0)
+    return [f"{before}{n:0{len(number)}}{after}" for n in others]
+
+
+def _of_rank(header: Header) -> HeaderError:
+    """Return the error for a file that has one rank's slice of each tensor."""
+    return HeaderError(
+        header.path,
+        "is one rank's part of a checkpoint: other files have slices of the same tensors",
+        "whole tensors: the repository's files in Hugging Face's form, outside of original/",
+        header.path.name,
+    )
+
+
+def _plain(name: str) -> str | None:
+    """Return a file's name without its variant; None if it has none."""
+    stem, dot, ending = name.rpartition(".")
+    head, _, _ = stem.rpartition(".")
+    return f"{head}{dot}{ending}" if head else None
+
+
+_LISTED = 3  # names shown in a message
+
+
+def shaped_like(
+    path: Location, headers: Sequence[Header], like: Mapping[str, TensorInfo]
+) -> Iterator[Header]:
+    """Yield the headers, with dtypes and shapes from ``like`` for tensors of the same names.
+
+    Only tensors that a header lists as untyped change. Raise ValueError if no file is of a format
+    without dtypes, CheckpointError if no name matches or lengths in bytes differ.
+    """
+    untyped = [name for name, row in FORMATS.items() if row.untyped]
+    if not any(header.format in untyped for header in headers):
+        formats = ", ".join(sorted({header.format for header in headers}))
+        expected = " or ".join(untyped)
+        raise ValueError(f"like= is for files without dtypes ({expected}), and {path} is {formats}")
+    names = [info.name for header in headers for info in header.tensors]
+    if names and like.keys().isdisjoint(names):
+        some, others = (", ".join(islice(each, _LISTED)) for each in (like, names))
+        raise CheckpointError(path, "no tensor has the name of one of like=", some, others)
+    for header in headers:
+        if header.format in untyped:
+            infos = (
+                _shaped(info, like.get(info.name)) if info.name in header.untyped else info
+                for info in header.tensors
+            )
+            header = replace(header, tensors=tuple(infos))
+        yield header
+
+
+def _shaped(info: TensorInfo, other: TensorInfo | None) -> TensorInfo:
+    """Return a tensor with ``other``'s dtype and shape; raise CheckpointError if lengths differ."""
+    if other is None:
+        return info
+    if info.nbytes != other.nbytes:
+        raise CheckpointError(
+            info.shard,
+            "its length is not that of its namesake of like=",
+            f"{other.nbytes} bytes, {other.dtype.name} of the shape {list(other.shape)}",
+            f"{info.nbytes} bytes",
+            tensor=info.name,
+        )
+    return replace(info, dtype=other.dtype, shape=other.shape)

@@ -21,8 +21,7 @@ from streamload.core.system import direct_memory, map_privately
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError
-from streamload.files.guard import FileState
-from streamload.files.header import Header, open_regular, unreadable
+from streamload.files.header import FileState, Header, open_regular, unreadable
 from streamload.files.hub import cached as of_hub
 from streamload.files.local import Reader, ReaderKind, ResolvedKind, open_reader, resolve_reader
 from streamload.files.page_cache import PageCache, ShardCache

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.digests import SIDECAR
-from streamload.checkpoint.hub import origin
-from streamload.checkpoint.listing import list_folder
-from streamload.checkpoint.open import Checkpoint, folder_of, read_json_file
+from streamload.checkpoint.open import Checkpoint, folder_of, list_folder, read_json_file
 from streamload.codecs.weights import CONFIG_KEYS
 from streamload.conversion.disk import WORK
 from streamload.core.bounded_json import parse_json
@@ -24,6 +22,7 @@ from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files import hub, remote
 from streamload.files.header import SAFETENSORS, unreadable
+from streamload.files.hub import origin
 from streamload.formats.reader import FORMATS, UNREAD_SUFFIXES
 from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.dequantize import all_dequantized

@@ -45,8 +45,7 @@ from streamload.core.system import sync_folder
 from streamload.core.units import format_bytes, format_rate, format_table
 from streamload.errors import CheckpointError
 from streamload.files import remote
-from streamload.files.guard import FileState
-from streamload.files.header import SAFETENSORS, unreadable
+from streamload.files.header import SAFETENSORS, FileState, unreadable
 from streamload.files.hub import fingerprint
 from streamload.loading.lora import Adapters, AdaptersArgument
 from streamload.loading.report import Clock, quantized_text, warn_of_overflow

@@ -24,10 +24,10 @@ from streamload.core.dtypes import BY_CODE
 from streamload.core.location import Location, Url
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
-from streamload.files.guard import FileState
 from streamload.files.header import (
     SAFETENSORS,
     Chunk,
+    FileState,
     Header,
     Part,
     Stored,

@@ -27,7 +27,7 @@ from streamload.core.units import format_bytes
 from streamload.distributed.group import Meeting, ProcessGroup, lost
 from streamload.distributed.session import Session
 from streamload.errors import LoadState, NodeError, PeerFailedError, StreamloadError
-from streamload.files.guard import FileState
+from streamload.files.header import FileState
 from streamload.loading.prepare import Decision, Place
 from streamload.loading.report import LoadReport
 from streamload.planning.placement import Placement, Placements

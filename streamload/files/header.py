@@ -11,20 +11,28 @@ import json
 import math
 import os
 import stat
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 from streamload.core.bounded_json import check_nesting
 from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
-from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
-from streamload.files.guard import FileState
+from streamload.errors import (
+    CheckpointError,
+    FileChangedError,
+    HeaderError,
+    ShardNotFoundError,
+    TruncatedFileError,
+)
 
 #: The longest JSON of a header or an index that is read, in bytes: safetensors' own limit.
 MAX_HEADER_NBYTES = 100_000_000
@@ -35,6 +43,8 @@ _MAX_INT_LENGTH = len(str(-(2**64 - 1)))  # in characters
 _LONG_NBYTES = 2**16
 _COPIES = 3
 _MEMBER_NBYTES = 280
+#: What to do to change a file that is read, for errors.
+RENAME = "write new files beside it and rename them over it, then load again"
 _LISTED = 8  # names shown in a message
 _FILE_TYPES = {
     stat.S_IFDIR: "a directory",
@@ -43,6 +53,52 @@ _FILE_TYPES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+class FileState(NamedTuple):
+    """The identity, length and times of a file, to detect that it was changed or replaced."""
+
+    device: int  # number of the filesystem
+    inode: int
+    nbytes: int
+    written_ns: int  # mtime
+    changed_ns: int  # ctime, which users cannot set
+    # links, mode, owner and group: changing them sets ``changed_ns`` as well
+    others: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, file: str | os.PathLike[str] | int) -> Self:
+        """Return the state of a path or a descriptor; raises OSError."""
+        found = os.stat(file)
+        others = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
+        times = (found.st_mtime_ns, found.st_ctime_ns)
+        return cls(found.st_dev, found.st_ino, found.st_size, *times, others)
+
+    def check(self, now: FileState, path: Path) -> None:
+        """Raise CheckpointError if ``now`` has other content; links, mode and owner may differ."""
+        if self == now:
+            return
+        problem = f"has changed since its header was read; {RENAME}"
+        if self[:2] != now[:2]:
+            problem = "has been replaced since its header was read; load again"
+            before, found = (f"inode {s.inode} of device {s.device}" for s in (self, now))
+        elif now.nbytes < self.nbytes:
+            problem = "has become shorter since its header was read"
+            raise TruncatedFileError(path, problem, self.nbytes, now.nbytes)
+        elif now.nbytes != self.nbytes:
+            before, found = (f"{s.nbytes} bytes" for s in (self, now))
+        elif now.written_ns != self.written_ns:
+            before, found = (f"last written at {_time(s.written_ns)}" for s in (self, now))
+        elif now.changed_ns != self.changed_ns and now.others == self.others:
+            before, found = (f"last changed at {_time(s.changed_ns)}" for s in (self, now))
+        else:
+            return
+        raise FileChangedError(path, problem, before, found)
+
+
+def _time(ns: int) -> str:
+    seconds, rest = divmod(ns, 10**9)
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{rest:09} UTC"
 
 
 class Turn(NamedTuple):
@@ -76,7 +132,7 @@ class View:
     """A tensor whose elements are not contiguous in its file: chunks that cover it, each once.
 
     It gets a virtual range after the file's end, from byte ``start`` on, where its elements are
-    contiguous; see `streamload.files.strided`. The chunks are in order of their origins. ``shift``
+    contiguous; see `streamload.files.reader`. The chunks are in order of their origins. ``shift``
     is added to the elements, which are float32 if it is not 0.
     """
 
@@ -375,3 +431,82 @@ def _parse_int(digits: str) -> int:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits for opening a checkpoint from an untrusted source.
+
+    Opening reads headers alone; its time and memory are proportional to their bytes. Without
+    limits, each header may have 100 MB.
+
+    Attributes:
+        header_nbytes: most bytes of all headers and other JSON (config.json, an index) together;
+            None for 100 MB of each.
+        tensors: most tensors of all files together; None for any number.
+    """
+
+    header_nbytes: int | None = None
+    tensors: int | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise ValueError(f"Limits: {each.name} is an integer of 0 or more, not {value!r}")
+
+
+@dataclass(slots=True)
+class _Count:
+    """Header bytes and tensors counted so far; a file that is read again counts once."""
+
+    limits: Limits
+    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by file and part
+    tensors: Counter[str] = field(default_factory=Counter)  # by file
+    all_nbytes: int = 0  # the sums, kept since there may be very many files
+    all_tensors: int = 0
+
+
+_count: ContextVar[_Count | None] = ContextVar("limits", default=None)
+
+
+@contextmanager
+def limited(limits: Limits | None) -> Iterator[None]:
+    """Apply ``limits`` to all headers read in the block; None applies the formats' own."""
+    before = _count.set(None if limits is None else _Count(limits))
+    try:
+        yield
+    finally:
+        _count.reset(before)
+
+
+def most_nbytes(path: Location, what: str = "") -> int:
+    """Return the most bytes that a file's header, or its part ``what``, may have by the limits."""
+    count = _count.get()
+    if count is None or count.limits.header_nbytes is None:
+        return MAX_HEADER_NBYTES
+    others = count.all_nbytes - count.nbytes[str(path), what]
+    return max(min(MAX_HEADER_NBYTES, count.limits.header_nbytes - others), 0)
+
+
+def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> None:
+    """Count bytes of a header to parse; raise HeaderError, with ``problem``, above the limits."""
+    most = most_nbytes(path, what)
+    if nbytes > most:
+        limit = "" if most == MAX_HEADER_NBYTES else ", by limits="
+        raise HeaderError(path, problem, f"at most {most} bytes{limit}", nbytes)
+    if (count := _count.get()) is not None:
+        count.all_nbytes += nbytes - count.nbytes[str(path), what]
+        count.nbytes[str(path), what] = nbytes
+
+
+def check_tensors(path: Location, tensors: int) -> None:
+    """Count a file's tensors; raise HeaderError if all files have more than the limit."""
+    count = _count.get()
+    if count is None or count.limits.tensors is None:
+        return
+    count.all_tensors += tensors - count.tensors[str(path)]
+    count.tensors[str(path)] = tensors
+    if count.all_tensors > count.limits.tensors:
+        expected = f"at most {count.limits.tensors}, by limits="
+        raise HeaderError(path, "there are too many tensors", expected, count.all_tensors)

@@ -13,9 +13,12 @@ import ctypes
 import errno
 import mmap
 import os
+import signal
 import sys
 import threading
+import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -32,21 +35,22 @@ from streamload.core.system import (
     direct_memory,
     filesystem_and_length,
     libc,
+    map_file,
+    populate_shared,
     read_at,
     scatter,
 )
 from streamload.core.units import round_up
-from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
+from streamload.errors import CheckpointError, FileChangedError, HeaderError, TruncatedFileError
 from streamload.files import hub
-from streamload.files.guard import FileState, Guard, take_lease
-from streamload.files.header import Part, View, open_regular, unreadable
-from streamload.files.mapped import FileMap
+from streamload.files.header import RENAME, FileState, Part, View, open_regular, unreadable
 from streamload.files.page_cache import PageCacheKind, resident_fraction
-from streamload.files.parts import PartsReader
-from streamload.files.reader import Addresses
+from streamload.files.reader import Addresses, PartsReader, StridedReader
 from streamload.files.reader import Reader as Reader
 from streamload.files.remote import HttpReader
-from streamload.files.strided import StridedReader
+
+if sys.platform == "linux":
+    import fcntl
 
 ReaderKind = Literal["auto", "mmap", "pread", "direct"]
 #: For URLs alone: "http", "store" for those of buckets, and "cache" after a download from the hub.
@@ -83,6 +87,11 @@ _MOSTLY_RESIDENT = 0.5
 _SHARES = (0.05, _MOSTLY_RESIDENT, 1.0)
 _RESIDENT = ("not ", "mostly not ", "mostly ", "")
 
+_REFUSALS = {
+    errno.EACCES: "it is another user's, and this process cannot hold back who truncates it",
+    errno.EAGAIN: "a process has it open for writing",
+}
+
 _ADDRESS_BITS = sys.maxsize.bit_length() + 1
 _MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, with addresses of 32 bits
 _MAX_READ_NBYTES = 2**30  # in one call: systems refuse or cut reads near 2**31
@@ -90,6 +99,9 @@ _MAX_READ_NBYTES = 2**30  # in one call: systems refuse or cut reads near 2**31
 EXACT_NBYTES = 2**18
 
 _PAGE = mmap.PAGESIZE
+# A fault also maps the pages around it: 64 KiB, or a large folio of the page cache, which has at
+# most this size with pages of 4 KiB. Windows are therefore dropped in blocks of this size.
+_BLOCK = 2**21
 
 # The alignment of direct reads if the kernel does not state it: right for every disk of 512
 # or 4096 bytes a sector.
@@ -237,6 +249,168 @@ def reader_for(
     if address_bits <= 32 and nbytes > _MAX_MAPPED_NBYTES_32:
         return "pread"
     return "mmap" if filesystem in MAPPED_FILESYSTEMS else "pread"
+
+
+class Guard:
+    """Detects changes of an open file: write ``with guard:`` around reads of its bytes.
+
+    Any number of threads may be inside at once. Entering and leaving raise CheckpointError if the
+    file has changed, or another process waits, blocked by the lease, to write to it or truncate it.
+    Every later use raises the error again.
+    """
+
+    def __init__(
+        self, file: FileIO, path: Path, expected: FileState | None, *, refusal: str = ""
+    ) -> None:
+        """Take a lease; raise CheckpointError if the file has changed already.
+
+        The caller closes the guard first, then ``file``. ``expected``: its state when its header
+        was read, if known; ``refusal``: why to take no lease; "" to try.
+        """
+        self._file = file
+        self._path = path
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._failed: CheckpointError | None = None
+        # why no lease was taken; "" if one was
+        self.refusal = refusal or take_lease(file.fileno())
+        self._leased = not self.refusal
+        try:
+            found = FileState.of(file.fileno())
+            self._expected = found if expected is None else expected
+            self._expected.check(found, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+        try:
+            self._check(entering=True)
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        try:
+            if error is None:
+                self._check(entering=False)
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Release the lease; the file is still open. May be called twice."""
+        with self._lock:
+            self._release()
+
+    def _check(self, *, entering: bool) -> None:
+        if self._failed is None:
+            if not self.refusal:
+                # while the lease is held nothing can have changed but times, which do not matter
+                if fcntl.fcntl(self._file.fileno(), fcntl.F_GETLEASE) == fcntl.F_RDLCK:
+                    return
+            elif entering:  # without a lease, a check after the read is enough
+                return
+            try:
+                self._expected.check(FileState.of(self._file.fileno()), self._path)
+            except CheckpointError as error:
+                self._failed = error
+            else:
+                if self.refusal:
+                    return
+                # set before the lease is released: threads that are still inside will see it
+                self._failed = FileChangedError(
+                    self._path,
+                    f"is about to be changed; {RENAME}",
+                    "no writer while it is read",
+                    "one who opens it for writing or truncates it, and was held back",
+                    held_back=True,
+                )
+        raise replace(self._failed)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._failed is not None and not self._inside:  # no thread touches a map of it
+                self._release()
+
+    def _release(self) -> None:
+        if self._leased and not self._file.closed:
+            self._leased = False
+            with suppress(OSError):
+                fcntl.fcntl(self._file.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def take_lease(fd: int) -> str:
+    """Take a lease: writers wait until ``fd``, read-only, is closed; return "", or why it fails."""
+    # no signal announces a writer: the owner of the lease polls
+    if sys.platform != "linux":
+        return "this system has no leases"
+    try:
+        # not SIGIO, which ends the process: the lease sets this process as the signal's receiver
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETOWN, 0)
+    except OSError as error:
+        return _REFUSALS.get(error.errno or 0, f"its filesystem has no leases: {error.strerror}")
+    return ""
+
+
+class FileMap:
+    """Maps a file's first ``nbytes`` read-only; unmapped when the last memoryview of it is gone.
+
+    Python's own `mmap.mmap` does not expose its address, and its madvise holds the GIL while pages
+    are read. Raises OSError if the kernel refuses, OverflowError if no address is that large.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        array = ctypes.c_ubyte * nbytes  # first: refuses more than the process can address
+        address = map_file(fd, 0, nbytes)
+        owner = array.from_address(address)
+        # not at exit: other threads may still read then
+        weakref.finalize(owner, libc().munmap, address, nbytes).atexit = False
+        self.data = memoryview(owner).cast("B").toreadonly()
+        self._address = address
+        self._stop = address + nbytes
+        self._ahead = True
+        self._lock = threading.Lock()
+        self._windows: Counter[int] = Counter()  # number of open windows, by block
+
+    def populate(self, start: int, stop: int) -> int:
+        """Read and map the pages of bytes ``start`` to ``stop``; see `populate_shared`."""
+        return populate_shared(self._address + start, self._address + stop, ahead=self._ahead)
+
+    def stop_ahead(self) -> None:
+        """Let no fault, and no `populate`, read more than its pages."""
+        self._ahead = False
+        _madvise(self._address, self._stop, mmap.MADV_RANDOM)
+
+    def enter(self, start: int, stop: int) -> None:
+        """Register an open window of bytes ``start`` to ``stop``, so that its pages stay mapped."""
+        with self._lock:
+            self._windows.update(self._blocks(start, stop))
+
+    def leave(self, start: int, stop: int) -> None:
+        """Unregister a window; drop unused blocks from this process only, not the page cache."""
+        blocks = self._blocks(start, stop)
+        with self._lock:
+            self._windows.subtract(blocks)
+            empty = [block for block in blocks if not self._windows[block]]
+            for block in empty:
+                del self._windows[block]
+        # a window that begins in such a block then faults its pages in again
+        for block in empty:
+            first, last = block * _BLOCK, (block + 1) * _BLOCK
+            _madvise(max(first, self._address), min(last, self._stop), mmap.MADV_DONTNEED)
+
+    def _blocks(self, start: int, stop: int) -> range:
+        return range((self._address + start) // _BLOCK, (self._address + stop - 1) // _BLOCK + 1)
+
+
+def _madvise(first: int, last: int, advice: int) -> None:
+    """Call madvise(2) on addresses ``first`` to ``last``, exclusive."""
+    libc().madvise(first, last - first, advice)
 
 
 class PreadReader(Reader):

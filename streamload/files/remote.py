@@ -38,7 +38,7 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.files import connections as wire
-from streamload.files import hub, responses, stores
+from streamload.files import hub, stores
 from streamload.files.connections import Patience
 from streamload.files.header import describe
 from streamload.files.reader import Reader
@@ -61,7 +61,7 @@ _DRAIN_SECONDS = 1.0  # connecting again takes no longer
 
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
-_NUMBER = responses.NUMBER
+_NUMBER = wire.NUMBER
 _CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re.ASCII)
 _UNSATISFIED = re.compile(rf"bytes \*/({_NUMBER})", re.ASCII)
 _QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # before text quoted from the server
@@ -284,8 +284,8 @@ class _File:
                     if len(head) > most_nbytes:
                         break
                 return Look(
-                    self._url.of_version(responses.version(response.headers, "")),
-                    int(length) if responses.DIGITS.fullmatch(length) else None,
+                    self._url.of_version(wire.version(response.headers, "")),
+                    int(length) if wire.DIGITS.fullmatch(length) else None,
                     response.headers.get("Content-Type", "").partition(";")[0].strip().lower(),
                     bytes(head[:most_nbytes]),
                     len(head) <= most_nbytes,
@@ -301,7 +301,7 @@ class _File:
             out.truncate()
             with self._response(None) as (response, body):
                 self._check_status(response, 200)
-                version = responses.version(response.headers, self.version)
+                version = wire.version(response.headers, self.version)
                 if self.version and version != self.version:
                     raise self._of_another_version(version)
                 done = 0
@@ -331,7 +331,7 @@ class _File:
             except _Again as again:
                 in_a_row = 0 if again.progressed else in_a_row
                 asked = again.asked_seconds
-                if in_a_row >= self._patience.tries or asked > responses.MOST_WAIT_SECONDS:
+                if in_a_row >= self._patience.tries or asked > wire.MOST_WAIT_SECONDS:
                     count = f"{tries} tries, the last" if tries > 1 else "1 try"
                     found = f"in {count}: {again.reason}"
                     unread = self._error("cannot be read", found=found)
@@ -357,13 +357,11 @@ class _File:
             signed = status in _REFUSED and hub.file_of(self._url) is not None
             if expired or (signed and not _is_of_hub(response)):
                 self._moved = None  # redirects expire
-                raise _Again(
-                    f"{responses.status_text(status)} where a redirect had led", at_once=True
-                )
-            if status in responses.PASSING:
-                asked = responses.retry_after(response.headers)
+                raise _Again(f"{wire.status_text(status)} where a redirect had led", at_once=True)
+            if status in wire.PASSING:
+                asked = wire.retry_after(response.headers)
                 later = f", to be asked again in {asked:.0f} s" if asked else ""
-                raise _Again(responses.status_text(status) + later, asked_seconds=asked)
+                raise _Again(wire.status_text(status) + later, asked_seconds=asked)
             yield response, self._body(attempt, response)
 
     @contextmanager
@@ -461,7 +459,7 @@ class _File:
     def _drain(self, attempt: wire.Attempt, response: httpx2.Response) -> None:
         """Read a body of up to 16 KiB to its end, so that the connection can be reused."""
         length = response.headers.get("Content-Length", "")
-        if responses.DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
+        if wire.DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
             until = attempt.until
             attempt.until = min(until, time.monotonic() + _DRAIN_SECONDS)
             with suppress(_Again):
@@ -476,8 +474,8 @@ class _File:
             if encoding == "identity":
                 return
             problem = "the server compresses what was asked for as it is"
-            raise self._error(problem, "no Content-Encoding", responses.said(encoding))
-        found, needed = responses.status_text(status), None
+            raise self._error(problem, "no Content-Encoding", wire.said(encoding))
+        found, needed = wire.status_text(status), None
         if isinstance(response, stores.StoreResponse):
             found += f" ({response.code})" * bool(response.code)
             needed = stores.CREDENTIALS[self._url.scheme]
@@ -493,7 +491,7 @@ class _File:
         if status == 200:
             problem = "the server does not read parts of files"
             raise self._error(problem, "206 Partial Content", "200, the whole file")
-        raise self._error("cannot be read", responses.status_text(wanted), found)
+        raise self._error("cannot be read", wire.status_text(wanted), found)
 
     def _check_range(self, response: Response, start: int, stop: int) -> int:
         """Return the bytes in a response's range, 0 past the file's end; raise for bad headers."""
@@ -515,9 +513,9 @@ class _File:
             raise self._error(
                 "the server sent another range than was asked for",
                 f"bytes {start}-{stop - 1}/{total}",
-                responses.said(stated) if stated else "no Content-Range",
+                wire.said(stated) if stated else "no Content-Range",
             )
-        version = responses.version(headers, self.version)
+        version = wire.version(headers, self.version)
         if self.nbytes is None:
             if found[3] == "*":
                 raise self._error("the server does not state how long the file is", found=stated)

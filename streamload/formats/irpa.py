@@ -32,8 +32,7 @@ from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import HeaderError, TruncatedFileError
-from streamload.files.header import Header, View, describe, parse_json_object
-from streamload.files.limits import check_nbytes
+from streamload.files.header import Header, View, check_nbytes, describe, parse_json_object
 from streamload.formats.reader import FORMATS, File, FormatReader, read_exactly
 from streamload.formats.writer import (
     FormatWriter,

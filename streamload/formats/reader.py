@@ -34,9 +34,14 @@ from streamload.core.location import Location, Url
 from streamload.core.registry import Registry, Row, load
 from streamload.errors import HeaderError, TruncatedFileError
 from streamload.files import remote
-from streamload.files.guard import FileState
-from streamload.files.header import SAFETENSORS, Header, open_regular, unreadable
-from streamload.files.limits import check_tensors
+from streamload.files.header import (
+    SAFETENSORS,
+    FileState,
+    Header,
+    check_tensors,
+    open_regular,
+    unreadable,
+)
 
 # fmt: off
 #: Suffixes of files with weights in formats that are not read, for errors.

@@ -35,12 +35,12 @@ from streamload.files.header import (
     RepeatedNames,
     check_entry,
     check_memory,
+    check_nbytes,
     check_strings,
     describe,
     is_text,
     parse_json_object,
 )
-from streamload.files.limits import check_nbytes
 from streamload.formats.reader import DEFAULT, File, FormatReader
 from streamload.formats.writer import (
     FormatWriter,

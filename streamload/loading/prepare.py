@@ -30,7 +30,7 @@ from streamload.devices.names import (
 from streamload.errors import Fit, PlanInfeasibleError, ResidenceError, Suggestion
 from streamload.files.hub import file_of
 from streamload.files.local import REMOTE_KINDS, choose_reader
-from streamload.files.strided import thread_nbytes
+from streamload.files.reader import thread_nbytes
 from streamload.loading.options import Options
 from streamload.loading.place import (
     Devices,

@@ -17,8 +17,7 @@ from streamload.core.system import callers_level
 from streamload.core.units import format_bytes, format_rate
 from streamload.devices.base import Device
 from streamload.errors import printable, printed
-from streamload.files.guard import FileState
-from streamload.files.header import open_regular
+from streamload.files.header import FileState, open_regular
 from streamload.planning.plan import PARTS, Plan
 from streamload.streaming.memory_watch import process_nbytes
 

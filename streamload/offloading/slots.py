@@ -32,8 +32,7 @@ from streamload.core.tensors import first_byte
 from streamload.core.units import round_up
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import CheckpointError, OffloadError
-from streamload.files.guard import FileState
-from streamload.files.header import Header, unreadable
+from streamload.files.header import FileState, Header, unreadable
 from streamload.files.local import Reader, ResolvedKind, choose_reader
 from streamload.files.page_cache import PageCache, drop_pages
 from streamload.offloading.layers import SLOT_ALIGNMENT_NBYTES

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 import torch
 
 from streamload.checkpoint.fetch import repository_of, revised
-from streamload.checkpoint.hub import Repository
 from streamload.checkpoint.open import locate
 from streamload.core.location import Location
 from streamload.devices.names import framework
 from streamload.errors import ShardNotFoundError
-from streamload.files.hub import file_of, library, settings, url_of
+from streamload.files.hub import Repository, file_of, library, settings, url_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -19,16 +19,20 @@ import torch
 import transformers
 
 from streamload.checkpoint.fetch import download
-from streamload.checkpoint.hub import listing
-from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint, read_json_file
-from streamload.checkpoint.variants import is_of
+from streamload.checkpoint.open import (
+    Checkpoint,
+    from_headers,
+    is_of_variant,
+    open_checkpoint,
+    read_json_file,
+)
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.location import Location, Url
 from streamload.devices.names import framework
 from streamload.errors import CheckpointError, PlanInfeasibleError, ShardNotFoundError
 from streamload.files.header import Header, parse_json_object
-from streamload.files.hub import cached, choose, file_of, url_of
+from streamload.files.hub import cached, choose, file_of, listing, url_of
 from streamload.loading.load import load_under
 from streamload.loading.options import (
     CACHE,
@@ -231,7 +235,9 @@ def _downloaded(
     sizes = {url_of(file._replace(path=file.path + name)): listed[name] for name in wanted}
     for inside in owners:
         own = [name for name in names if name.startswith(inside)]
-        has = variant is not None and any(is_of(name.rpartition("/")[2], variant) for name in own)
+        has = variant is not None and any(
+            is_of_variant(name.rpartition("/")[2], variant) for name in own
+        )
         part = url_of(file._replace(path=file.path + inside))
         shards = open_checkpoint(part, variant=variant if has else None).shards
         sizes |= {h.path: h.file_nbytes for h in shards if isinstance(h.path, Url)}
@@ -303,7 +309,7 @@ def _class(library: str, name: str) -> Any:
 
 
 def _has(variant: str, folder: Path) -> bool:
-    return any(is_of(file.name, variant) for file in folder.iterdir())
+    return any(is_of_variant(file.name, variant) for file in folder.iterdir())
 
 
 def _parts(

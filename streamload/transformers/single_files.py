@@ -17,13 +17,13 @@ import diffusers
 import transformers
 from diffusers.loaders import single_file, single_file_model, single_file_utils
 
-from streamload.checkpoint import hub
 from streamload.checkpoint.fetch import download
-from streamload.checkpoint.hub import Repository
 from streamload.checkpoint.open import Checkpoint, from_headers, locate, open_checkpoint
 from streamload.core.dtypes import F16
 from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError
+from streamload.files import hub
+from streamload.files.hub import Repository
 from streamload.loading.options import Options
 from streamload.loading.place import Devices
 from streamload.planning.dequantize import decoded_always, dequantized

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests, digest_of
-from streamload.checkpoint.hub import origin
 from streamload.checkpoint.open import (
     Checkpoint,
     CheckpointLike,
@@ -42,8 +41,9 @@ from streamload.core.units import format_bytes, format_table
 from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
 from streamload.errors import CheckpointError, TruncatedFileError, printable
-from streamload.files.guard import Guard
 from streamload.files.header import open_regular
+from streamload.files.hub import origin
+from streamload.files.local import Guard
 from streamload.formats.reader import FORMATS
 from streamload.loading.report import LoadReport
 from streamload.planning.dequantize import dequantized

@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload.checkpoint.open import Checkpoint, open_checkpoint
-from streamload.checkpoint.variants import is_of, plain, varied
+from streamload.checkpoint.open import (
+    Checkpoint,
+    is_of_variant,
+    open_checkpoint,
+    varied,
+    without_variants,
+)
 from streamload.errors import HeaderError, ShardNotFoundError
 
 #: Files of a folder: those without a variant, then those of variant fp16.
@@ -110,6 +115,9 @@ def test_names() -> None:
     assert varied("model.safetensors", "fp16") == "model.fp16.safetensors"
     assert varied("model.safetensors.index.json", "x") == "model.safetensors.index.x.json"
     assert varied("model.safetensors", None) == "model.safetensors"
-    assert is_of("model.fp16-00001-of-00002.safetensors", "fp16")
-    assert not is_of("model.fp16.safetensors", "16")
-    assert plain(["a.safetensors", "b.x.safetensors"]) == ["a.safetensors", "b.x.safetensors"]
+    assert is_of_variant("model.fp16-00001-of-00002.safetensors", "fp16")
+    assert not is_of_variant("model.fp16.safetensors", "16")
+    assert without_variants(["a.safetensors", "b.x.safetensors"]) == [
+        "a.safetensors",
+        "b.x.safetensors",
+    ]

@@ -16,7 +16,7 @@ from safetensors_files import write_safetensors
 
 from streamload import Limits, open_checkpoint
 from streamload.errors import HeaderError
-from streamload.files.limits import check_nbytes, check_tensors, limited, most_nbytes
+from streamload.files.header import check_nbytes, check_tensors, limited, most_nbytes
 
 _EMPTY = struct.pack("<IQ", 0, 0)  # F32, at the beginning of the data
 _ONE = ("U8", (1,), b"x")

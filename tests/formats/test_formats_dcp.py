@@ -228,7 +228,7 @@ def test_any_range_of_any_chunks(
 
 def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a few hundred files, each is opened for a read."""
-    monkeypatch.setattr("streamload.files.parts._MOST_OPEN", 2)
+    monkeypatch.setattr("streamload.files.reader._MOST_OPEN", 2)
     parts = []
     for number in range(6):
         (path := tmp_path / f"{number}").write_bytes(bytes([number] * 4))

@@ -31,7 +31,7 @@ from torch_loads import check
 
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
-from streamload.files.limits import Limits
+from streamload.files.header import Limits
 
 torch = needs.module("torch")
 

@@ -18,7 +18,7 @@ from parameters import few
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.errors import CheckpointError
-from streamload.files.limits import Limits
+from streamload.files.header import Limits
 from streamload.loading.load import load_state_dict
 
 HUGE = 2**64 - 1

@@ -32,8 +32,17 @@ from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo, records
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
-from streamload.files.header import MAX_HEADER_NBYTES, Header, Stored, Turn, describe, is_text
-from streamload.files.limits import check_nbytes, check_tensors, most_nbytes
+from streamload.files.header import (
+    MAX_HEADER_NBYTES,
+    Header,
+    Stored,
+    Turn,
+    check_nbytes,
+    check_tensors,
+    describe,
+    is_text,
+    most_nbytes,
+)
 from streamload.formats.gguf import vocabulary as gguf_vocabulary
 from streamload.formats.gguf.architectures import architecture_of
 from streamload.formats.gguf.constants import (

@@ -15,8 +15,7 @@ from typing import Any
 from streamload.core.dtypes import BY_NAME
 from streamload.core.location import Url
 from streamload.errors import HeaderError, TruncatedFileError
-from streamload.files.header import describe
-from streamload.files.limits import most_nbytes
+from streamload.files.header import describe, most_nbytes
 from streamload.formats.reader import File, read_exactly
 from streamload.formats.torch.globals import CutOffError, Storage
 from streamload.formats.torch.pickles import check_length, unpickle

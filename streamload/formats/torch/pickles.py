@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamload.core.memory import first_that_fits
 from streamload.errors import HeaderError
-from streamload.files.limits import check_nbytes
+from streamload.files.header import check_nbytes
 from streamload.formats.reader import File
 from streamload.formats.torch.choosing import SAVE
 from streamload.formats.torch.globals import Lookup, PickleError, named_or_foreign

@@ -17,8 +17,7 @@ from typing import NamedTuple, NoReturn
 from streamload.core.location import Url
 from streamload.core.memory import first_that_fits
 from streamload.errors import HeaderError
-from streamload.files.header import describe
-from streamload.files.limits import check_nbytes
+from streamload.files.header import check_nbytes, describe
 from streamload.formats.reader import File, read_exactly
 
 #: The first bytes of an archive that has an entry.
