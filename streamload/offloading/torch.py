@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from streamload.devices.base import Device
-from streamload.devices.torch.tensors import TO_TORCH, TorchParameter, parts_of, unwrapped_names
+from streamload.devices.torch.tensors import (
+    TO_TORCH,
+    TorchParameter,
+    is_of_library,
+    parts_of,
+    unwrapped_names,
+)
 from streamload.errors import OffloadError
 from streamload.offloading import torch_modules
 from streamload.offloading.layers import LayerGroup, rows_of_experts
@@ -77,11 +83,12 @@ class TorchModel(ModelAdapter[TorchParameter]):
         return type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
 
     def must_stay(self, name: str) -> bool:
-        """Whether a parameter is a plain buffer, or is read outside of calls of its module."""
+        """Whether a parameter is a buffer, bitsandbytes', or read outside of its module's calls."""
         slots = self._parameters[name].slots
         return not all(
             (isinstance(container[key], nn.Parameter) or (id(container), key) in self._parts)
             and id(container) not in self._looked_at
+            and not is_of_library(container[key])
             for container, key in slots
         )
 

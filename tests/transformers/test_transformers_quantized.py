@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from streamload.checkpoint.open import open_checkpoint
 from streamload.core.units import format_bytes
 from streamload.errors import (
     CheckpointError,
+    DeviceError,
     PlanInfeasibleError,
     StateDictMismatchError,
     UnsupportedCastError,
 )
+from streamload.streaming.sink import ModelTarget
 from streamload.verification.verify import verify
 
 torch = needs.module("torch")
@@ -326,21 +329,47 @@ def test_weights_of_bitsandbytes_are_not_copied(tmp_path: Path) -> None:
     assert report.resident_nbytes < 1.05 * open_checkpoint(tmp_path).nbytes
 
 
+def _changed(name: str, tensor: Any) -> Any:
+    """Another tensor of the same form."""
+    if ".quant_state." in name:
+        said = json.loads(bytes(tensor.tolist()))
+        said |= {"nested_offset": said["nested_offset"] * 1.5} if "nested_offset" in said else {}
+        return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    return tensor.flip(0) if tensor.dim() and "quant_map" not in name else tensor
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("computes", [False, True])
-def test_int8_is_loaded_once_more(tmp_path: Path, computes: bool) -> None:
-    """In place, with another checkpoint's values and scales, also after the model has computed."""
+@pytest.mark.parametrize("name", ["int8", "nf4", "nf4-nested"])
+@pytest.mark.parametrize("before", ["nothing", "computed", "interrupted"])
+def test_weights_of_bitsandbytes_are_loaded_once_more(
+    tmp_path: Path, name: str, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, with another checkpoint's values, scales and means."""
     needs_library("bitsandbytes")
-    MADE["int8"][1](tmp_path / "a")
+    MADE[name][1](tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     tensors = st.load_file(tmp_path / "b" / "model.safetensors")
-    changed = {n: t.flip(0) if t.dim() else t for n, t in tensors.items()}
+    changed = {n: _changed(n, t) for n, t in tensors.items()}
     st.save_file(changed, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     model, expected = load(tmp_path / "a"), logits(load(tmp_path / "b"))
-    before = logits(model) if computes else None
-    streamload.load_state_dict(model, tmp_path / "b", progress=False)
+    given: dict[str, Any] = {"chunk_nbytes": 4096, "threads": 1, "progress": False}
+    if before == "computed":
+        assert not torch.equal(logits(model), expected)
+    elif before == "interrupted":
+        finish, calls = ModelTarget.finish, count()
+
+        def interrupt(target: ModelTarget, indices: Any) -> None:
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            finish(target, indices)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(ModelTarget, "finish", interrupt)
+            streamload.load_state_dict(model, tmp_path / "b", **given)
+        with pytest.raises((DeviceError, AttributeError)):
+            logits(model)
+    streamload.load_state_dict(model, tmp_path / "b", **given)
     assert torch.equal(logits(model), expected)
-    assert before is None or not torch.equal(before, expected)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ tensors without values. What only renames, copies or drops names is followed; ot
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,7 +16,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from streamload.core.computed import is_computed
 from streamload.devices.base import Seen
-from streamload.devices.torch.tensors import TO_TORCH, mark_unstored, unwrapped_names
+from streamload.devices.torch.tensors import (
+    FACTS,
+    TO_TORCH,
+    InvalidTensor,
+    four_bit_state,
+    mark_unstored,
+    unwrapped_names,
+)
 
 #: Functions of tensors that need no values.
 _FACTS = frozenset(
@@ -237,16 +245,30 @@ def followed_by(model: Any) -> list[str]:
 def after_load(model: Any, missing: Sequence[str], unexpected: Sequence[str]) -> None:
     """Call the hooks that modules want called after a load, those of inner modules first.
 
-    Buffers that have no values still raise from then on.
+    Buffers that have no values still raise from then on. Means of nested scales are set.
     """
     if isinstance(model, nn.Module):
         mark_unstored(model)
+        for module in model.modules():
+            _read_facts(four_bit_state(module))
     if not followed_by(model):
         return
     keys = _IncompatibleKeys(list(missing), list(unexpected))
     for module in _inner_first(model):
         for hook in module._load_state_dict_post_hooks.values():
             hook(module, keys)
+
+
+def _read_facts(state: Any) -> None:
+    """Set what a `QuantState` keeps as numbers from the JSON that was loaded, if any was."""
+    facts = None if state is None else vars(state).get(FACTS)
+    if facts is None or isinstance(facts, InvalidTensor):
+        return
+    said = json.loads(bytes(facts.cpu().tolist()))
+    if state.nested and float(state.offset) != (mean := said["nested_offset"]):
+        state.offset = torch.full_like(state.offset, mean)
+    state.dtype = getattr(torch, str(said["dtype"]))
+    delattr(state, FACTS)  # made anew: code may change the weight
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:

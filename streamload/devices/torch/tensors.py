@@ -37,6 +37,8 @@ CODED = "_streamload_coded"
 PARTS = "_streamload_parts"
 #: Attribute of the tensor that replaces a streamed weight in a module: the weight's name.
 STREAMED = "_streamload_streamed"
+#: Attribute of bitsandbytes' `QuantState`: a checkpoint's JSON of it, as a tensor of bytes.
+FACTS = "_streamload_facts"
 # attribute of invalid tensors, one object for tied ones; ``kept``: whether the memory is kept
 _INVALID = "_streamload_invalid"
 
@@ -427,24 +429,57 @@ def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Sl
         for key, parameter in child._parameters.items() if persistent else ():
             if parameter is not None:
                 yield dot + key, (child._parameters, key)
-        holder = _scales_of(child) if persistent else None
-        if holder is not None:
-            yield f"{dot}SCB", (holder, "SCB")
+        for key, slot in _parts_of_library(child) if persistent else ():
+            yield dot + key, slot
         for key, buffer in child._buffers.items():
             if buffer is not None and persistent == (key not in child._non_persistent_buffers_set):
                 yield dot + key, (child._buffers, key)
 
 
-def _scales_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the attributes that hold the scales of bitsandbytes' int8; None for other weights.
+def _parts_of_library(module: nn.Module) -> Iterator[tuple[str, Slot]]:
+    """Yield scales, tables and facts that bitsandbytes keeps as attributes of a module's weight.
 
-    They move from the weight to the module's state when it first computes.
+    Those of int8 move to the module's state when it first computes.
     """
+    weight, kind = _weight_of_library(module)
+    if kind == "Int8Params":
+        for each in (weight, getattr(module, "state", None)):
+            if each is not None and vars(each).get("SCB") is not None:
+                yield "SCB", (vars(each), "SCB")
+                return
+    state = four_bit_state(module)
+    if state is None:
+        return
+    outer = [("nested_", state.state2)] if state.nested else []
+    for prefix, of in (("", state), *outer):
+        for key, attribute in (("absmax", "absmax"), ("quant_map", "code")):
+            yield f"weight.{prefix}{key}", (vars(of), attribute)
+    name = f"quant_state.bitsandbytes__{state.quant_type}"
+    if FACTS not in vars(state):
+        setattr(state, FACTS, state.as_dict(packed=True)[name].to(weight.device))
+    yield f"weight.{name}", (vars(state), FACTS)
+
+
+def _weight_of_library(module: nn.Module) -> tuple[Any, str]:
+    """Return a module's weight and the name of its class, also after a load that failed."""
     weight: Any = dict(module._parameters.items()).get("weight")  # TorchScript's has no get()
-    if type(weight).__name__ != "Int8Params":
-        return None
-    holders = (vars(each) for each in (weight, getattr(module, "state", None)) if each is not None)
-    return next((each for each in holders if each.get("SCB") is not None), None)
+    weight = getattr(weight, _BEFORE, weight)
+    return weight, type(weight).__name__
+
+
+def is_of_library(weight: Any) -> bool:
+    """Return whether a weight is one of bitsandbytes', with scales as its attributes."""
+    return type(weight).__name__ in ("Int8Params", "Params4bit")
+
+
+def four_bit_state(module: nn.Module) -> Any:
+    """Return the `QuantState` of a weight of bitsandbytes in 4 bits; None for any other module.
+
+    None also if bitsandbytes has repacked the codes for a CPU.
+    """
+    weight, kind = _weight_of_library(module)
+    state = weight.quant_state if kind == "Params4bit" else None
+    return None if getattr(state, "packing_format_for_cpu", False) else state
 
 
 def tie_key(tensor: torch.Tensor) -> Any:
