@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,7 @@ _PROMPT = 16  # tokens, where a pass has more than one
 _GAP = 0.25  # of the logits' deviation, that a generated token may be below the most likely
 
 
-def _laps(steps: Steps, trace: str = "") -> Lap:
+def laps(steps: Steps, trace: str = "") -> Lap:
     """Return a function that runs the next step.
 
     With ``trace``, a file for errors and crashes, the first step is taken at once: the imports.
@@ -64,13 +65,15 @@ def write_llamas(folder: str, nbytes: int, shards: list[int]) -> Lap:
 
         from streamload.core.dtypes import BF16
 
-        shape = shape_of_size(nbytes, BF16) if nbytes else PRESETS["llama-3-8b"]
+        shape = PRESETS["llama-3-8b"]
+        if nbytes:
+            shape = replace(shape_of_size(nbytes, BF16), kv_heads=2)  # two ranks divide them
         for count in shards:
             out = Path(folder, f"llama-{count}")
             make_checkpoint(out, shape, shards=count)
             yield {"made": str(out)}
 
-    return _laps(steps())
+    return laps(steps())
 
 
 def write_nf4(folder: str, shards: list[int]) -> Lap:
@@ -88,7 +91,7 @@ def write_nf4(folder: str, shards: list[int]) -> Lap:
             convert(path, out, quant="nf4", max_shard_size=most, progress=False)
             yield {"made": str(out)}
 
-    return _laps(steps())
+    return laps(steps())
 
 
 def write_others(folder: str, nbytes: int, scale: float, shards: list[int]) -> Lap:
@@ -115,20 +118,22 @@ def write_others(folder: str, nbytes: int, scale: float, shards: list[int]) -> L
             write(out, scale, lambda text: None, count)
             yield {"made": str(out)}
 
-    return _laps(steps())
+    return laps(steps())
 
 
 # --- what plain torch computes --------------------------------------------------------------------
 
 
-def _ids(vocabulary: int, count: int, device: str) -> Any:
+def ids_of(vocabulary: int, count: int, device: str) -> Any:
+    """Return tokens of shape (1, count), the same for each count."""
     import torch
 
     made = torch.Generator().manual_seed(count)
     return torch.randint(0, vocabulary, (1, count), generator=made).to(device)
 
 
-def _logits(model: Any, ids: Any) -> Any:
+def logits_of(model: Any, ids: Any) -> Any:
+    """Return the logits of a pass without a cache."""
     import torch
 
     with torch.no_grad():
@@ -211,14 +216,14 @@ def int8(name: str, weight: Any) -> Any:
 _CHANGES = {"bfloat16": _as_stored, "nf4": nf4, "int8": int8}
 
 
-def expect_llama(path: str, device: str, out: str) -> Lap:
+def expect_llama(path: str, device: str, out: str, kinds: Sequence[str] = tuple(_CHANGES)) -> Lap:
     """Save logits and tokens of a Llama and its roundings, to ``out``-bfloat16.pt and so on."""
 
     def steps() -> Steps:
-        for kind in _CHANGES:
+        for kind in kinds:
             yield _expect(path, device, kind, f"{out}-{kind}.pt", (1, 128))
 
-    return _laps(steps())
+    return laps(steps())
 
 
 def expect_mixture(path: str, device: str, out: str) -> Lap:
@@ -227,7 +232,7 @@ def expect_mixture(path: str, device: str, out: str) -> Lap:
     def steps() -> Steps:
         yield _expect(path, device, "bfloat16", f"{out}-bfloat16.pt", (128,))
 
-    return _laps(steps())
+    return laps(steps())
 
 
 def _expect(path: str, device: str, kind: str, out: str, counts: tuple[int, ...]) -> dict[str, Any]:
@@ -239,14 +244,14 @@ def _expect(path: str, device: str, kind: str, out: str, counts: tuple[int, ...]
     vocabulary = model.config.vocab_size
     found: dict[str, Any] = {"vocabulary": vocabulary}
     for count in counts:
-        found[f"logits {count}"] = _logits(model, _ids(vocabulary, count, device)).cpu()
+        found[f"logits {count}"] = logits_of(model, ids_of(vocabulary, count, device)).cpu()
     if exact:
         for count in counts:
-            ids = _ids(vocabulary, count, device)
+            ids = ids_of(vocabulary, count, device)
             found[f"tokens {count}"] = _generated(model, ids[:, : _prompt(count)]).tolist()
     else:
         layers = [name for name, each in model.named_parameters() if _is_quantized(name, each)]
-        ids = _ids(vocabulary, _PROMPT, device)
+        ids = ids_of(vocabulary, _PROMPT, device)
         found["products"] = products(model, [n.removesuffix(".weight") for n in layers], ids)
         # `to` rounds in place
         model = _with_frequencies(model.to(torch.bfloat16), device)
@@ -255,7 +260,7 @@ def _expect(path: str, device: str, kind: str, out: str, counts: tuple[int, ...]
             float(rows_error(rounded[name], each).max()) for name, each in found["products"].items()
         )
         for count in counts:
-            rounded = _logits(model, _ids(vocabulary, count, device))
+            rounded = logits_of(model, ids_of(vocabulary, count, device))
             found[f"error {count}"] = difference(rounded, found[f"logits {count}"], 0.0)[1]
     torch.save(found, out)
     return {"made": out}
@@ -281,7 +286,7 @@ def products(model: Any, names: Sequence[str], ids: Any) -> dict[str, Any]:
 
         layer = model.get_submodule(name)
         hooks += [layer.register_forward_pre_hook(replaced), layer.register_forward_hook(kept)]
-    _logits(model, ids)
+    logits_of(model, ids)
     for hook in hooks:
         hook.remove()
     return found
@@ -316,7 +321,7 @@ def expect_pipeline(path: str, device: str, out: str) -> Lap:
         torch.save(_image(pipe), f"{out}.pt")
         yield {"made": f"{out}.pt"}
 
-    return _laps(steps())
+    return laps(steps())
 
 
 def _image(pipe: Any) -> Any:
@@ -332,36 +337,53 @@ def _image(pipe: Any) -> Any:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-class _Device:
-    """Torch's device, and what its allocator counts."""
+class Devices:
+    """Devices of torch, and what its allocator counts."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, names: str | Sequence[str]) -> None:
         import torch
 
-        self.name, self.on_cuda = name, name.startswith("cuda")
-        made = torch.zeros(64, 64, device=name)
-        _ = made @ made  # cuBLAS's workspace
+        self.names = [names] if isinstance(names, str) else list(names)
+        self._on_cuda = [name for name in self.names if name.startswith("cuda")]
+        for name in self.names:
+            made = torch.zeros(64, 64, device=name)
+            _ = made @ made  # cuBLAS's workspace
         self.finish()
-        self.base_nbytes = self.allocated_nbytes()
-        if self.on_cuda:
+        self._base_nbytes = {n: torch.cuda.memory_allocated(n) for n in self._on_cuda}
+        for name in self._on_cuda:
             torch.cuda.reset_peak_memory_stats(name)
 
     def finish(self) -> None:
-        if self.on_cuda:
-            import torch
-
-            torch.cuda.synchronize(self.name)
-
-    def allocated_nbytes(self) -> int:
+        """Wait until the devices have computed all."""
         import torch
 
-        return torch.cuda.memory_allocated(self.name) if self.on_cuda else 0
+        for name in self._on_cuda:
+            torch.cuda.synchronize(name)
+
+    def left_nbytes(self) -> int:
+        """Return the bytes above those of the start now, of all devices."""
+        import torch
+
+        return sum(torch.cuda.memory_allocated(n) - b for n, b in self._base_nbytes.items())
+
+    def peaks(self) -> dict[str, int]:
+        """Return the most bytes above those of the start, by device."""
+        import torch
+
+        return {n: torch.cuda.max_memory_allocated(n) - b for n, b in self._base_nbytes.items()}
 
     def peak_nbytes(self) -> int:
-        """Return the most bytes above those of the start."""
-        import torch
+        """Return the most bytes above those of the start, of the fullest device."""
+        return max(self.peaks().values(), default=0)
 
-        return torch.cuda.max_memory_allocated(self.name) - self.base_nbytes if self.on_cuda else 0
+    def over(self, budget: Any) -> str:
+        """Return which device holds more than its budget, by device or of each; "" if none."""
+        given = budget if isinstance(budget, dict) else dict.fromkeys(self.names, budget)
+        return "; ".join(
+            f"{peak} of {given[name]} bytes of {name}"
+            for name, peak in self.peaks().items()
+            if given.get(name) is not None and peak > given[name]
+        )
 
     def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
         """Return what a call returns, and its seconds to the end of what the device computes."""
@@ -391,43 +413,67 @@ def difference(found: Any, expected: Any, most: float) -> tuple[str, float]:
     return ("" if error <= most else f"differs by {error:.2g}, at most {most:.2g} expected"), error
 
 
-def load(path: str, device: str, trace: str) -> Lap:
-    """Load a state dict, twice, and compare each tensor with what safetensors reads."""
+def load(
+    path: str, device: str | list[str], trace: str, budget: dict[str, int] | None = None
+) -> Lap:
+    """Load a state dict, twice, and compare each tensor with what safetensors reads.
+
+    Over several devices, each has its budget.
+    """
 
     def steps() -> Steps:
-        import torch
-        from safetensors import safe_open
-
         from streamload import load_state_dict
 
         yield {}
-        on = _Device(device)
+        on = Devices(device)
+        given: dict[str, Any] = {"device": device, "budget": budget, "progress": False}
         state: dict[str, Any] = {}
         for name in ("load", "load again"):
             state.clear()
 
             def loaded() -> Any:
-                return load_state_dict(
-                    None, path, device=device, dtype="checkpoint", progress=False
-                ).state_dict
+                return load_state_dict(None, path, dtype="checkpoint", **given).state_dict
 
             found, seconds = on.timed(loaded)
             state.update(found)
             del found
             yield {"step": name, "seconds": seconds}
-        peak_nbytes, names, wrong = on.peak_nbytes(), set(), []
-        for file in sorted(Path(path).glob("*.safetensors")):
-            with safe_open(file, "pt", device=device) as reader:
-                for name in reader.keys():  # noqa: SIM118  (it is no dict)
-                    names.add(name)
-                    tensor = state.get(name)
-                    if tensor is None or not torch.equal(tensor, reader.get_tensor(name)):
-                        wrong.append(name)
-        if state.keys() != names:
-            wrong.append(f"{len(state)} tensors, expected {len(names)}")
-        yield {"step": "check", "wrong": ", ".join(wrong[:5]), "device_nbytes": peak_nbytes}
+        said = {"step": "check", "device_nbytes": on.peak_nbytes()}
+        wrong = [on.over(budget)] if budget else [""]
+        wrong += unequal(path, state)
+        yield said | {"wrong": ", ".join([each for each in wrong if each][:5])}
 
-    return _laps(steps(), trace)
+    return laps(steps(), trace)
+
+
+def unequal(
+    path: str, state: Mapping[str, Any], slices: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return which tensors differ from those that safetensors reads.
+
+    With ``slices``, those of a rank by name, others of the files may be on other ranks.
+    """
+    import torch
+    from safetensors import safe_open
+
+    names, wrong = set(), []
+    first = str(next(iter(state.values())).device) if state else "cpu"
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt", device=first) as reader:
+            names.update(reader.keys())
+            for name in state.keys() & set(reader.keys()):
+                tensor, expected = state[name], reader.get_tensor(name)
+                if slices and name in slices:
+                    parts = [
+                        expected.narrow(at.axis, at.start, at.stop - at.start)
+                        for at in slices[name]
+                    ]
+                    expected = torch.cat(parts, slices[name][0].axis)
+                if not torch.equal(tensor, expected.to(tensor.device)):
+                    wrong.append(name)
+    if state.keys() - names or (slices is None and names - state.keys()):
+        wrong.append(f"{len(state)} tensors, expected {len(names)}")
+    return wrong
 
 
 def model(
@@ -439,6 +485,7 @@ def model(
     exact: bool,
     budget: int | None = None,
     options: dict[str, Any] | None = None,
+    whose: str = "streamload",
 ) -> Lap:
     """Open a model of transformers, compare passes and generated tokens with those expected.
 
@@ -452,20 +499,28 @@ def model(
             see `LOGITS_TIMES` and `ROWS_TIMES`.
         budget: bytes of the device for an offloaded model; 0: the least that works; None: the whole
             model stays there.
-        options: others of ``from_pretrained``.
+        options: others of ``from_pretrained``, such as several devices with a budget each.
+        whose: ``from_pretrained`` of "streamload" or of "transformers".
     """
 
     def steps() -> Steps:
         import torch
-        import transformers.generation  # noqa: F401
+        import transformers.generation
 
-        from streamload.transformers import from_pretrained
+        import streamload.transformers
 
         yield {}
-        on = _Device(device)
+        on = Devices((options or {}).get("device", device))
         wanted = torch.load(expected)
-        ids = _ids(wanted["vocabulary"], count, device)
+        ids = ids_of(wanted["vocabulary"], count, device)
         given: dict[str, Any] = {"device": device, "progress": False, **(options or {})}
+        from_pretrained: Callable[..., Any] = streamload.transformers.from_pretrained
+        if whose == "transformers":
+            from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+            # each device's number, and its bytes
+            each = {int(name[5:]): n for name, n in given.get("budget", {}).items() if name[5:]}
+            given = {"dtype": torch.bfloat16, "device_map": "auto" if each else device}
+            given |= {"max_memory": each} if each else {}
         if budget is not None:
             given |= {"offload": True, "tokens": count}
             given["budget"] = budget or least(lambda n: from_pretrained(path, **given, budget=n))
@@ -476,7 +531,7 @@ def model(
         def compared(step: str, times: int = 1) -> dict[str, Any]:
             took, wrong, error = [], "", 0.0
             for _ in range(times):
-                found, seconds = on.timed(lambda: _logits(opened[0], ids))
+                found, seconds = on.timed(lambda: logits_of(opened[0], ids))
                 why, apart = difference(found, wanted[f"logits {count}"], most)
                 wrong, error = wrong or why, max(error, apart)
                 took.append(seconds)
@@ -485,9 +540,11 @@ def model(
 
         yield compared("first pass")
         yield compared("pass", _PASSES)
-        if budget is not None:
-            report = opened[0].streamload_offload.report
-            yield {"step": "budget", "wrong": _over(report, on.peak_nbytes(), given["budget"])}
+        if "budget" in given:
+            wrong = on.over(given["budget"])
+            if budget is not None and not opened[0].streamload_offload.report.read_nbytes:
+                wrong = wrong or "no weight streams: the budget holds all"
+            yield {"step": "budget", "wrong": wrong}
         time.sleep(_IDLE_S)
         yield compared("idle pass")
         prompt = ids[:, : _prompt(count)]
@@ -496,33 +553,26 @@ def model(
         if exact and tokens.tolist() != wanted[f"tokens {count}"]:
             wrong = f"tokens {tokens.tolist()}, expected {wanted[f'tokens {count}']}"
         if not exact:
-            wrong = _unlikely(_logits(opened[0], tokens)[0], tokens[0], prompt.shape[1])
+            wrong = _unlikely(logits_of(opened[0], tokens)[0], tokens[0], prompt.shape[1])
         yield {"step": "generate", "seconds": seconds, "wrong": wrong}
         yield compared("last pass")
         if not exact:
-            ids, most_rows = _ids(wanted["vocabulary"], _PROMPT, device), wanted["rows error"]
+            ids, most_rows = ids_of(wanted["vocabulary"], _PROMPT, device), wanted["rows error"]
             found = products(opened[0], list(wanted["products"]), ids)
             wrong = unlike(found, wanted["products"], ROWS_TIMES * most_rows)
             yield {"step": "products", "wrong": wrong}
         if budget is not None:
             opened[0].streamload_offload.close()
         opened.clear()
-        left_nbytes = on.allocated_nbytes() - on.base_nbytes
+        left_nbytes = on.left_nbytes()
         gc.collect()
         yield {
             "step": "close",
             "left_nbytes": left_nbytes,
-            "left_after_gc_nbytes": on.allocated_nbytes() - on.base_nbytes,
+            "left_after_gc_nbytes": on.left_nbytes(),
         }
 
-    return _laps(steps(), trace)
-
-
-def _over(report: Any, peak_nbytes: int, budget: int) -> str:
-    """Return what is wrong with a pass under a budget; "" if it is under it, and streams."""
-    if peak_nbytes > budget:
-        return f"{peak_nbytes} of {budget} bytes of the device"
-    return "" if report.read_nbytes else "no weight streams: the budget holds all"
+    return laps(steps(), trace)
 
 
 def _unlikely(logits: Any, tokens: Any, first: int) -> str:
@@ -560,7 +610,7 @@ def pipeline(path: str, device: str, trace: str, expected: str) -> Lap:
 
         yield {}
         wanted = torch.load(expected)
-        on = _Device(device)
+        on = Devices(device)
         given: dict[str, Any] = {"device": device, "progress": False, "offload": True}
         budget = least(lambda n: from_pretrained(path, **given, budget=n))
         gc.collect()
@@ -577,7 +627,7 @@ def pipeline(path: str, device: str, trace: str, expected: str) -> Lap:
             }
         pipe.streamload_offload.close()
 
-    return _laps(steps(), trace)
+    return laps(steps(), trace)
 
 
 def versions() -> Lap:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ _ROOM_NBYTES = 56_000_000_000  # of the checkpoints, with some to spare
 _MIXTURE_NBYTES = 4_000_000_000
 _NF4_BUDGET, _BUDGET = 2_000_000_000, 3_000_000_000
 _TINY_NBYTES, _TINY_SCALE, _SCALE = 8_000_000, 0.02, 0.1
+_SHARE = 9_000_000_000  # of each of two GPUs
+_TINY_TWO_NBYTES, _TINY_BUDGET = 60_000_000, 30_000_000
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class Run:
         work: the folder for checkpoints.
         device: of torch.
         rehearsed: whether models are tiny.
+        two: whether rows are those of two GPUs.
         found: the results.
         failed: by name of what could not be prepared, the reason.
         lock: is held while results change.
@@ -74,6 +78,7 @@ class Run:
     device: str
     rehearsed: bool
     found: dict[str, Any]
+    two: bool = False
     failed: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     device_is_free: threading.Event = field(default_factory=threading.Event)
@@ -141,7 +146,8 @@ def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="streamload-gpu-", dir=room) as work:
         until = begun + args.minutes * 60 - _LAST_S
         device = "cpu" if args.rehearse else "cuda:0"
-        run = Run(args.json, until, Path(work), device, args.rehearse, _before(args))
+        found = _before(args)
+        run = Run(args.json, until, Path(work), device, args.rehearse, found, args.two)
         ends = [threading.Timer(max(run.left_s, 0), run.kill)]
         ends.append(threading.Timer(max(run.left_s, 0) + _LAST_S * 2 / 3, _give_up, (run,)))
         for end in ends:
@@ -198,7 +204,7 @@ def _before(args: argparse.Namespace) -> dict[str, Any]:
     """Return results to begin with: those of the same sources, if only some are to run."""
     rooms = digests()
     found: dict[str, Any] = {"rows": [], "tests": []}
-    if args.only != "*" and args.json is not None:
+    if args.only != "*" and args.json is not None and not args.two:
         with suppress(OSError, ValueError):
             before = json.loads(args.json.read_text())
             if before["rooms"] == rooms and before["rehearsed"] == args.rehearse:
@@ -232,6 +238,8 @@ def _facts(run: Run) -> bool:
 def _test(run: Run, only: str) -> None:
     """Run test files, one for two CPUs at once; those that measure the device's memory, alone."""
     files = [file for file in test_files() if fnmatch.fnmatch(file, only)]
+    if run.two:
+        files = [file for file in files if "device_count()" in (ROOT / file).read_text()]
     if run.rehearsed:
         files = files[:0]
     until = time.monotonic() + run.left_s * _TESTS_SHARE
@@ -336,15 +344,19 @@ def _count(facts: dict[str, Any], lines: Sequence[str]) -> str:
 def _prepare(run: Run, only: str) -> None:
     """Write checkpoints, and what plain torch computes; reasons of failures go to `Run.failed`."""
     wanted = {kind for kind in KINDS for name in ROWS if _is(name, kind, only)}
+    if run.two:
+        wanted = {row.name for row in _two_rows(run, only)}
     models = wanted - {"mixture", "pipeline"}
     nbytes, mixture = (_TINY_NBYTES, 0) if run.rehearsed else (0, _MIXTURE_NBYTES)
+    if run.two and run.rehearsed:
+        nbytes = _TINY_TWO_NBYTES
     scale = _TINY_SCALE if run.rehearsed else _SCALE
-    where = {"folder": str(run.work), "shards": SHARDS}
+    where = {"folder": str(run.work), "shards": SHARDS[run.two :]}
     with run.threads(4) as pool:
 
         def llama() -> None:
             _finish(run, "llama", "write_llamas", nbytes=nbytes, **where)
-            if "stored nf4" in models and "llama" not in run.failed:
+            if models & {"stored nf4", "offload nf4, two processes"} and "llama" not in run.failed:
                 pool.submit(_finish, run, "llama-nf4", "write_nf4", **where)
             if models != {"load"}:
                 _expect(run, "llama")
@@ -362,9 +374,11 @@ def _prepare(run: Run, only: str) -> None:
 
 def _expect(run: Run, name: str) -> None:
     run.device_is_free.wait()
-    path = run.work / f"{name}-1"
+    path = run.work / f"{name}-{SHARDS[run.two]}"
     if path.exists():
-        given = {"path": str(path), "device": run.device}
+        given: dict[str, Any] = {"path": str(path), "device": run.device}
+        if run.two:
+            given["kinds"] = ["bfloat16", "nf4"]
         _finish(run, name, f"expect_{name}", **given, out=str(run.work / f"expected-{name}"))
 
 
@@ -388,12 +402,19 @@ def _is(name: str, kind: str, only: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row: its process, and what it needs."""
+    """A row: its process, and what it needs.
+
+    Attributes:
+        function: "module:function" of a job.
+        needs: names of what is prepared.
+        each: arguments of each of several processes that run steps together, ranks that meet.
+    """
 
     name: str
-    function: str  # "module:function"
+    function: str
     arguments: dict[str, Any]
-    needs: tuple[str, ...]  # names of what is prepared
+    needs: tuple[str, ...]
+    each: Sequence[Mapping[str, Any]] = ({},)
 
 
 def _all_rows(run: Run, only: str) -> Iterator[_Row]:
@@ -435,10 +456,59 @@ def _all_rows(run: Run, only: str) -> Iterator[_Row]:
                 yield _Row(name, "gpu_parts.jobs:model", given, needs)
 
 
+def _two_rows(run: Run, only: str) -> Iterator[_Row]:
+    """Yield the rows of two GPUs: spread over both, and beside them one GPU and transformers."""
+    devices = ["cpu"] if run.rehearsed else ["cuda:0", "cuda:1"]
+    ranks: Sequence[Mapping[str, Any]] = ({}, {})
+    llama, nf4 = str(run.work / "llama-4"), str(run.work / "llama-nf4-4")
+    expected = str(run.work / "expected-llama-bfloat16.pt")
+    exact = {"path": llama, "expected": expected, "count": 128, "exact": True}
+    budget = _TINY_BUDGET if run.rehearsed else _BUDGET
+    near = str(run.work / "expected-llama-nf4.pt")
+    nf4_budget = 0 if run.rehearsed else _NF4_BUDGET
+    share = _TINY_TWO_NBYTES if run.rehearsed else _SHARE
+    split = {
+        "": {},
+        ", equal": dict.fromkeys(devices, share),
+        ", 6 and 11 GB": dict(zip(devices, (share * 2 // 3, share * 11 // 9), strict=False)),
+    }
+    found: list[tuple[str, str, dict[str, Any], Sequence[Mapping[str, Any]]]] = []
+    for how, budgets in split.items():
+        where = {"device": devices, "budget": budgets} if budgets else {}
+        found.append((f"load{how}", "jobs:load", {"path": llama} | where, ({},)))
+    for whose in ("streamload", "transformers"):
+        for how, budgets in split.items():
+            options = {"device": devices, "budget": budgets} if budgets else {}
+            given = exact | {"options": options, "whose": whose}
+            found.append((f"from_pretrained of {whose}{how}", "jobs:model", given, ({},)))
+    for way in ("layers", "balanced", "tensor"):
+        given = {"path": llama, "split": way, "budget": share}
+        found.append((f"two ranks, {way}", "two_jobs:rank_load", given, ranks))
+    for whose in ("transformers", "streamload"):
+        given = {"path": llama, "expected": expected, "whose": whose, "budget": share * 10 // 9}
+        found.append((f"two ranks, tp_size=2 of {whose}", "two_jobs:rank_model", given, ranks))
+    least = {"budget": 0 if run.rehearsed else budget}
+    own = [{"device": name} for name in devices]
+    found.append(("offload", "jobs:model", exact | least, ({},)))
+    found.append(("offload, two processes", "jobs:model", exact | least, own))
+    packed = exact | {"path": nf4, "expected": near, "exact": False, "budget": nf4_budget}
+    found.append(("offload nf4, two processes", "jobs:model", packed, own))
+    given = {"path": llama, "expected": expected, "budget": budget, "devices": devices}
+    found.append(("offload, two models of a process", "two_jobs:both", given, ({},)))
+    given = {"path": llama, "budget": budget}
+    found.append(("two ranks, offload", "two_jobs:rank_offload", given, ranks))
+    for name, function, arguments, each in found:
+        if fnmatch.fnmatch(name, only):
+            trace = str(run.work / f"trace-{name}".replace(" ", "-"))
+            given = {"device": run.device, "trace": trace} | arguments
+            needs = ("llama", "llama-nf4") if "nf4" in name else ("llama",)
+            yield _Row(name, f"gpu_parts.{function}", given, needs, each)
+
+
 def _rows(run: Run, only: str) -> None:
-    """Run rows one by one, each in a process that imported what it needs during the last one."""
-    rows = list(_all_rows(run, only))
-    ready: Child | None = None
+    """Run rows one by one, each in processes that imported what they need during the last one."""
+    rows = list(_two_rows(run, only) if run.two else _all_rows(run, only))
+    ready: list[Child] = []
     for at, row in enumerate(rows):
         facts: dict[str, Any] = {"name": row.name, "right": False}
         if run.left_s < _LEAST_ROW_S:
@@ -446,47 +516,69 @@ def _rows(run: Run, only: str) -> None:
         elif lacking := [need for need in row.needs if need in run.failed]:
             facts["wrong"] = run.failed[lacking[0]]
         else:
-            child, ready = ready or _begun(run, row), None
+            children, ready = ready or _begun(run, row), []
             following = rows[at + 1 : at + 2]
             if following and run.failed.keys().isdisjoint(following[0].needs):
                 ready = _begun(run, following[0])
-            _measure(run, row, child, facts)
+            _measure(run, row, children, facts)
         run.add("rows", "name", facts)
         _say(_line(facts))
-    if ready is not None:
-        ready.close(at_once=True)
-        run.children.discard(ready)
+    for child in ready:
+        child.close(at_once=True)
+        run.children.discard(child)
 
 
-def _begun(run: Run, row: _Row) -> Child:
-    job = call(row.function, **row.arguments)
-    child = Child(job, timeout_s=_ROW_S, sample_s=0.01)
-    run.children.add(child)
-    return child
+def _begun(run: Run, row: _Row) -> list[Child]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ = {"WORLD_SIZE": len(row.each), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    found = []
+    for rank, own in enumerate(row.each):
+        given = {**row.arguments, **own}
+        given["trace"] += f"-{rank}"
+        names = environ | {"RANK": rank, "LOCAL_RANK": rank}  # as torchrun sets them
+        prefix = ["env", *(f"{name}={value}" for name, value in names.items())]
+        job = call(row.function, **given)
+        alone = len(row.each) == 1
+        child = Child(job, timeout_s=_ROW_S, sample_s=0.01, prefix=() if alone else prefix)
+        run.children.add(child)
+        found.append(child)
+    return found
 
 
-def _measure(run: Run, row: _Row, child: Child, facts: dict[str, Any]) -> None:
-    """Run a row's steps, and add to its facts what they say."""
+def _measure(run: Run, row: _Row, children: Sequence[Child], facts: dict[str, Any]) -> None:
+    """Run a row's steps, and add to its facts what they say: the most of its processes."""
     seconds: dict[str, float] = {}
     wrong: list[str] = []
-    try:
-        with child:
-            while "end" not in (said := child.lap()[0]):
-                step = said.pop("step")
-                seconds[step] = round(said.pop("seconds"), 4)
-                if why := said.pop("wrong", ""):
-                    wrong.append(f"{step}: {why}")
-                for key in said.keys() - {"cpu_s"}:
-                    facts[key] = max(facts.get(key, 0), said[key])
-    except MeasurementError as error:
-        why = "out of time" if run.left_s <= 0 else str(error)
-        wrong.append(f"{why} after {list(seconds)[-1]}" if seconds else why)
-        trace = Path(row.arguments["trace"])
-        text = trace.read_text(errors="replace") if trace.exists() else ""
-        facts["trace"] = text.partition("\nExtension modules")[0][-_MOST_TRACE:]
-    finally:
-        run.children.discard(child)
-    facts |= {"seconds": seconds, "host_nbytes": child.peak.anon_nbytes}
+    with ExitStack() as stack, run.threads(len(children)) as pool:
+        for child in children:
+            stack.enter_context(child)
+        try:
+            while True:
+                laps = [pool.submit(child.lap) for child in children]
+                every = [lap.result()[0] for lap in laps]
+                if any("end" in said for said in every):
+                    break
+                for said in every:
+                    step = said.pop("step")
+                    took = round(said.pop("seconds"), 4)
+                    seconds[step] = max(seconds.get(step, 0.0), took)
+                    if why := said.pop("wrong", ""):
+                        wrong.append(f"{step}: {why}")
+                    for key in said.keys() - {"cpu_s"}:
+                        facts[key] = max(facts.get(key, 0), said[key])
+        except MeasurementError as error:
+            why = "out of time" if run.left_s <= 0 else str(error)
+            wrong.append(f"{why} after {list(seconds)[-1]}" if seconds else why)
+            for child in children:  # one that waits for another
+                child.kill()
+            traces = [Path(f"{row.arguments['trace']}-{rank}") for rank in range(len(children))]
+            texts = [trace.read_text(errors="replace") for trace in traces if trace.exists()]
+            parts = [text.partition("\nExtension modules")[0][-_MOST_TRACE:] for text in texts]
+            facts["trace"] = "\n".join(filter(None, parts))
+    run.children.difference_update(children)
+    facts |= {"seconds": seconds, "host_nbytes": max(c.peak.anon_nbytes for c in children)}
     facts |= {"right": not wrong, "wrong": "; ".join(wrong)}
 
 
@@ -498,7 +590,8 @@ def _print(run: Run) -> int:
     """Print tables of what was found; return the exit status."""
     rows = run.found["rows"]
     table = []
-    for row in sorted(rows, key=lambda row: ROWS.index(row["name"])):
+    names = [row.name for row in _two_rows(run, "*")] if run.two else ROWS
+    for row in sorted(rows, key=lambda row: names.index(row["name"])):
         seconds = row.get("seconds", {})
         steps = ("open", "first pass", "pass", "idle pass", "generate")
         if "load" in seconds:

@@ -54,6 +54,12 @@ def arguments() -> argparse.Namespace:
         help="run nothing: say whether the results are of today's sources, and right",
     )
     parser.add_argument(
+        "--two",
+        action="store_true",
+        help="on a machine with two GPUs: what is spread over both, beside one; needs --json to "
+        "keep results",
+    )
+    parser.add_argument(
         "--minutes", type=float, default=9.0, help="end by then, with what there is (9)"
     )
     parser.add_argument(
@@ -72,7 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="a folder for 56 GB of files (/dev/shm)")
     parser.add_argument("--commit", help="the commit, where there is no git")
     args = parser.parse_args()
-    if args.json is None and (args.check or not args.rehearse):
+    if args.json is None and (args.check or not (args.rehearse or args.two)):
         args.json = RESULTS
     return args
 

@@ -277,11 +277,11 @@ def test_wrong_weights_are_told_from_rounding(tmp_path: Path, kind: str) -> None
 
     def problems(change: Callable[[str, Any], Any], dtype: Any = torch.bfloat16) -> list[str]:
         model = jobs._plain(path, "cpu", dtype, change)
-        ids = jobs._ids(wanted["vocabulary"], 32, "cpu")
+        ids = jobs.ids_of(wanted["vocabulary"], 32, "cpu")
         found = jobs.products(model, list(wanted["products"]), ids[:, :16])
         most = jobs.ROWS_TIMES * wanted["rows error"]
         logits, most_logits = wanted["logits 32"], jobs.LOGITS_TIMES * wanted["error 32"]
-        whys = jobs.difference(jobs._logits(model, ids), logits, most_logits)[0]
+        whys = jobs.difference(jobs.logits_of(model, ids), logits, most_logits)[0]
         return [jobs.unlike(found, wanted["products"], most), whys]
 
     assert problems(change) == ["", ""]
@@ -323,6 +323,23 @@ def test_rows_run_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert found["rehearsed"] and found["digest"] == state.digest(state.digests())
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.slow
+def test_rows_of_two_gpus_run_without_one(tmp_path: Path) -> None:
+    """Two ranks over gloo, and models beside each other on the CPU."""
+    needs.module("transformers")
+    out = tmp_path / "two.json"
+    command = [sys.executable, SCRIPT, "--two", "--rehearse", "--only", "*two*"]
+    command += ["--json", out, "--work", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
+    found = json.loads(out.read_text())
+    assert {"two ranks, layers", "two ranks, tensor", "two ranks, offload"} <= {
+        row["name"] for row in found["rows"]
+    }
+    for row in found["rows"]:
+        assert not state.row_problem(row), (row, done.stderr)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

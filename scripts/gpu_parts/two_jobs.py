@@ -1,0 +1,237 @@
+"""Processes of ``scripts/gpu --two``: ranks of torch.distributed, and two models of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gpu_parts.jobs import Devices, Lap, Steps, difference, ids_of, laps, logits_of, unequal
+
+_PASSES = 5
+#: Of logits, |found - expected| / |expected - mean| where ranks add parts of sums.
+_NEAR = 0.05
+
+
+def _meet(device: str) -> int:
+    """Begin torch.distributed by the environment, as torchrun sets it; return this rank."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    dist.barrier()
+    return rank
+
+
+def _own(device: str, rank: int) -> str:
+    return device if device == "cpu" else f"cuda:{rank}"
+
+
+def rank_load(path: str, device: str, trace: str, split: str, budget: int) -> Lap:
+    """Load this rank's share, twice, and compare its tensors with what safetensors reads."""
+
+    def steps() -> Steps:
+        import torch.distributed as dist
+
+        from streamload import distributed
+
+        rank = _meet(device)
+        yield {}
+        on = Devices(_own(device, rank))
+        asked: dict[str, Any] = {"split": split, "budget": budget, "dtype": "checkpoint"}
+        asked["device"] = device.partition(":")[0]
+        plan = distributed.plan(path, **asked)
+        state: dict[str, Any] = {}
+        for name in ("load", "load again"):
+            state.clear()
+
+            def loaded() -> Any:
+                return distributed.load_state_dict(None, path, progress=False, **asked)
+
+            report, seconds = on.timed(loaded)
+            state.update(report.state_dict)
+            read_nbytes = report.read_nbytes
+            del report
+            yield {"step": name, "seconds": seconds, "read_nbytes": read_nbytes}
+        said = {"step": "check", "device_nbytes": on.peak_nbytes()}
+        slices = plan.slices(plan.mine)
+        wrong = [on.over(budget), *unequal(path, state, slices)]
+        if state.keys() != set(plan.mine.parameters):
+            wrong.append(f"{len(state)} tensors, expected {len(plan.mine.parameters)}")
+        yield said | {"wrong": ", ".join([each for each in wrong if each][:5])}
+        dist.destroy_process_group()
+
+    return laps(steps(), trace)
+
+
+def rank_model(path: str, device: str, trace: str, expected: str, whose: str, budget: int) -> Lap:
+    """Load shards of transformers' tensor parallelism; logits are near those of one GPU.
+
+    Those of transformers' own load are kept beside ``expected``, and ours equal them.
+    """
+
+    def steps() -> Steps:
+        import torch
+        import torch.distributed as dist
+        from transformers import AutoModelForCausalLM, DistributedConfig
+
+        import streamload.transformers
+
+        rank = _meet(device)
+        yield {}
+        on = Devices(_own(device, rank))
+        wanted = torch.load(expected)
+        ids = ids_of(wanted["vocabulary"], 128, on.names[0])
+        given: dict[str, Any] = {
+            "distributed_config": DistributedConfig(tp_size=dist.get_world_size())
+        }
+        load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+        if whose == "streamload":
+            load = streamload.transformers.from_pretrained
+            given |= {"budget": budget, "progress": False}
+        else:
+            given["dtype"] = torch.bfloat16
+        opened, seconds = on.timed(lambda: [load(path, **given)])
+        yield {"step": "open", "seconds": seconds}
+        took = []
+        for step in ("first pass", "pass"):
+            for _ in range(_PASSES if step == "pass" else 1):
+                logits, seconds = on.timed(lambda: logits_of(opened[0], ids))
+                took.append(seconds)
+            wrong, error = difference(logits, wanted["logits 128"], _NEAR)
+            said = {"step": step, "seconds": median(took), "wrong": wrong, "error": error}
+            yield said | {"device_nbytes": on.peak_nbytes()}
+            took.clear()
+        kept = Path(f"{expected}.tensor-parallel-{rank}.pt")
+        if whose == "transformers":
+            torch.save(logits.cpu(), kept)
+        elif kept.exists():
+            wrong, _ = difference(logits, torch.load(kept), 0.0)
+            yield {"step": "as transformers", "wrong": wrong}
+        yield {"step": "budget", "wrong": on.over(budget) if whose == "streamload" else ""}
+        dist.destroy_process_group()
+
+    return laps(steps(), trace)
+
+
+def rank_offload(path: str, device: str, trace: str, budget: int) -> Lap:
+    """Offload this rank's layers of a model; the last rank compares logits with those of one."""
+
+    def steps() -> Steps:
+        import torch
+        import torch.distributed as dist
+
+        from streamload import distributed, offload
+
+        sys.path.append(str(Path(__file__).parents[1] / "examples"))
+        import pipeline
+        from torch_module import on_meta
+
+        rank = _meet(device)
+        yield {}
+        on = Devices(_own(device, rank))
+        asked: dict[str, Any] = {"budget": budget, "dtype": "checkpoint"}
+        asked["device"] = device.partition(":")[0]
+        plan = distributed.plan(path, offload=True, tokens=128, **asked)
+        config = json.loads(Path(path, "config.json").read_text())
+        with torch.device("meta"):
+            stage = pipeline.Stage(config, plan.mine).eval()
+        ids = ids_of(config["vocab_size"], 128, "cpu")
+
+        def computed() -> Any:
+            return pipeline.run(stage, ids, torch.bfloat16, on.names[0])
+
+        def begun() -> Any:
+            return distributed.offload(stage, path, tokens=128, progress=False, **asked)
+
+        handle, seconds = on.timed(begun)
+        yield {"step": "open", "seconds": seconds}
+        took: list[float] = []
+        for step in ("first pass", "pass"):
+            for _ in range(_PASSES if step == "pass" else 1):
+                logits, seconds = on.timed(computed)
+                took.append(seconds)
+            yield {"step": step, "seconds": median(took), "device_nbytes": on.peak_nbytes()}
+            took.clear()
+        streamed_nbytes, wrong = handle.report.read_nbytes, on.over(budget)
+        handle.close()
+        yield {"step": "budget", "wrong": wrong, "streamed_nbytes": streamed_nbytes}
+        dist.barrier()
+        wrong = ""
+        if plan.mine.next_rank is None:
+            del asked["budget"]
+            asked["device"] = on.names[0]
+            whole = on_meta(Path(path))
+            one = offload(whole, path, budget=budget, tokens=128, progress=False, **asked)
+            with torch.no_grad():
+                wrong, _ = difference(whole(ids.to(on.names[0])), logits, 0.0)
+            one.close()
+        yield {"step": "as one GPU", "wrong": wrong}
+        dist.destroy_process_group()
+
+    return laps(steps(), trace)
+
+
+def both(path: str, device: str, trace: str, expected: str, budget: int, devices: list[str]) -> Lap:
+    """Offload a model to each device in one process, and run passes of all at once."""
+
+    def steps() -> Steps:
+        import torch
+        import transformers.generation  # noqa: F401
+
+        from streamload.core.memory import LOCKED
+        from streamload.transformers import from_pretrained
+
+        yield {}
+        on = Devices(devices)
+        wanted = torch.load(expected)
+        ids = [ids_of(wanted["vocabulary"], 128, name) for name in devices]
+        given: dict[str, Any] = {"offload": True, "tokens": 128, "progress": False}
+
+        def opened() -> Any:
+            return [from_pretrained(path, device=n, budget=budget, **given) for n in devices]
+
+        models, seconds = on.timed(opened)
+        yield {"step": "open", "seconds": seconds}
+        logits: dict[int, Any] = {}
+
+        def computed(at: int) -> None:
+            logits[at] = logits_of(models[at], ids[at])
+
+        def passes(which: Sequence[int]) -> None:
+            threads = [threading.Thread(target=computed, args=(at,)) for at in which]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        everyone = range(len(devices))
+        for step, which in (("first pass", everyone), ("pass", everyone), ("pass of one", [0])):
+            took, wrong = [], ""
+            for _ in range(_PASSES if step != "first pass" else 1):
+                logits.clear()
+                begun = time.perf_counter()
+                passes(which)
+                on.finish()
+                took.append(time.perf_counter() - begun)
+                for at in which:
+                    if at not in logits:
+                        wrong = f"no pass on {devices[at]}"
+                    else:
+                        wrong = wrong or difference(logits[at], wanted["logits 128"], 0.0)[0]
+            said = {"step": step, "seconds": median(took), "wrong": wrong, "error": 0.0}
+            yield said | {"device_nbytes": on.peak_nbytes(), "locked_nbytes": LOCKED.nbytes}
+        yield {"step": "budget", "wrong": on.over(budget)}
+        for model in models:
+            model.streamload_offload.close()
+
+    return laps(steps(), trace)
