@@ -45,11 +45,13 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
     weight = compressor.decompress(get_direct_state_dict(self), scheme)["weight"]
     if scheme.input_activations:
-        input = forward_quantize(self, input, "input", scheme.input_activations)
+        # in the dtype of its scale
+        given = forward_quantize(self, input, "input", scheme.input_activations)
+        input = given.to(input.dtype) if input.is_floating_point() else given
     if isinstance(self, nn.Embedding):
         out = functional.embedding(input, weight, self.padding_idx)
     else:
         out = functional.linear(input, weight.to(input.dtype), self.bias)
     if scheme.output_activations:
-        out = forward_quantize(self, out, "output", scheme.output_activations)
+        return forward_quantize(self, out, "output", scheme.output_activations).to(out.dtype)
     return out

@@ -202,6 +202,7 @@ class QuantizedCheckpoint(Quantization):
             self._take_packed_zeros(model, renames())
             self._keep_compressed(model)
         if self.method == "torchao":
+            self._check_dtype(model.dtype)
             said = said_of_dense(self._largest_nbytes(model.dtype))
             self.notes.append(f"torchao dequantises a weight when it is computed with: {said}")
         if self.method in ("gptq", "awq"):
@@ -227,6 +228,23 @@ class QuantizedCheckpoint(Quantization):
                 if left := packed.keep_packed(model):
                     self._refuse(f"{left} of transformers needs kernels for FP8", names)
                 self._say_kept("FP8 weights", packed.dense_numel(model) * model.dtype.itemsize)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise CheckpointError if torchao's float8 weights cannot multiply floats of a dtype."""
+        for group in self.checkpoint.groups.values():
+            facts = group.facts
+            if group.kind != "torchao-Float8Tensor" or facts.get("act_quant_kwargs") is not None:
+                continue  # activations that are quantised, too, keep their dtype
+            stated = str((facts.get("dtype") or {}).get("_data"))
+            if hasattr(torch, stated) and getattr(torch, stated) is not dtype:
+                raise CheckpointError(
+                    group.values.shard,
+                    "torchao multiplies a float8 weight with floats of the dtype that it had "
+                    f'before it was quantised; write dtype="{stated}"',
+                    expected=f"a model in {stated}",
+                    found=str(dtype).removeprefix("torch."),
+                    tensor=group.name,
+                )
 
     def _refuse(self, problem: str, devices: list[str], cause: Exception | None = None) -> None:
         raise CheckpointError(
