@@ -672,7 +672,9 @@ def compare(call: Call, got: Got, exact: Mapping[str, Array], found: Stored, mod
         with torch.no_grad():
             right, logits = reference.eval()(ids).logits, got.model(ids).logits.float()
         away = float((logits - right).norm() / right.norm())
-        most = 2 * QUANTS[quant] + (2e-2 if case["dtype"] != "float32" else 1e-4)
+        # bitsandbytes rounds the inputs of its modules to 8 bits
+        rounds = any(type(module).__name__ == "Linear8bitLt" for module in got.model.modules())
+        most = 2 * QUANTS[quant] + (2e-2 if case["dtype"] != "float32" or rounds else 1e-4)
         assert away <= most, f"logits are {away:.3g} off, not {most:.3g}"
 
 
