@@ -52,25 +52,40 @@ class Importance(NamedTuple):
     counts: TensorInfo | int
 
     def read(self) -> Array:
-        """Return the float32 weights, one row for each matrix; CheckpointError if not finite."""
+        """Return the float32 weights, one row for each matrix.
+
+        Raises CheckpointError if some are negative or not finite.
+        """
         if isinstance(self.counts, int):
+            self._check(np.array([self.counts]), "number of calls")
             (raw,) = read_whole([self.header], [self.sums])
             found = np.frombuffer(raw, "<f4")[None] / np.float32(max(self.counts, 1))
         else:
             raw, divisors = read_whole([self.header], [self.sums, self.counts])
-            counts = np.floor(np.frombuffer(divisors, "<f4") + np.float32(0.5))[:, None]
+            stored = np.frombuffer(divisors, "<f4")
+            self._check(stored, "count")
+            counts = np.floor(stored + np.float32(0.5))[:, None]
             sums = np.frombuffer(raw, "<f4").reshape(len(counts), -1)
             with np.errstate(all="ignore"):
                 found = np.where(counts > 0, sums / counts, np.float32(1))
-        if not np.isfinite(found).all():
-            raise CheckpointError(
-                self.header.path, "its weights are not finite", tensor=self.sums.name
-            )
+        self._check(found, "weight")
         # searches square them; a power of two changes no result
         most = found.max(axis=1, keepdims=True)
         _, exponents = np.frexp(most)
         scaled: Array = np.ldexp(found, np.where(abs(exponents) > _FAR, -exponents, 0))
         return np.where(most > 0, scaled, np.float32(1))  # zeros alone would make all codes zero
+
+    def _check(self, values: Array, what: str) -> None:
+        bad = ~np.isfinite(values) | (values < 0)
+        if bad.any():
+            raise CheckpointError(
+                self.header.path,
+                f"the importance matrix has an invalid {what}; leave imatrix= out, or make the "
+                "file again with llama-imatrix",
+                expected="a finite number of at least 0",
+                found=f"{values[bad][0]:g}",
+                tensor=self.sums.name,
+            )
 
 
 def read_imatrix(path: Path) -> Mapping[str, Importance]:

@@ -248,6 +248,13 @@ def test_experts_have_counts_of_their_own(tmp_path: Path) -> None:
     assert found.read().tolist() == [[0.5, 1, 1.5, 2], [1, 1, 1, 1]]
     path = write_entries(tmp_path / "a.dat", {"a": sums}, calls=0)
     assert read_imatrix(path)["a"].read().tolist() == [sums.tolist()]
+    path = write_entries(tmp_path / "a.dat", {"a": sums}, calls=-1)
+    with pytest.raises(CheckpointError, match=r"invalid number of calls.*found -1"):
+        read_imatrix(path)["a"].read()
+    for value in (-1, np.nan, np.inf):
+        path = write_gguf(tmp_path / "a.gguf", {"blk.0.ffn_up_exps.weight": sums}, [[2.2], [value]])
+        with pytest.raises(CheckpointError, match=rf"invalid count.*found {value}"):
+            next(iter(read_imatrix(path).values())).read()
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -261,7 +268,17 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "NaN": (
         lambda sums: {n: s * np.float32(np.nan) for n, s in sums.items()},
         {},
-        "are not finite",
+        r"a\.dat: tensor 'blk.*invalid weight.*at least 0, found nan",
+    ),
+    "infinite": (
+        lambda sums: {n: s + np.float32(np.inf) for n, s in sums.items()},
+        {},
+        r"a\.dat: tensor 'blk.*at least 0, found inf",
+    ),
+    "negative": (
+        lambda sums: {n: np.append(s[:-1], np.float32(-8)) for n, s in sums.items()},
+        {},
+        r"a\.dat: tensor 'blk.*leave imatrix= out.*at least 0, found -",
     ),
 }
 
