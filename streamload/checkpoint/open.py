@@ -469,10 +469,11 @@ def _unindexed(
         )
     if not shards:
         others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))
-        known = known_suffixes()
+        known, below = known_suffixes(), _folders_of_weights(folder, names)
+        one = f", but its folders do; write {below[0]!r}" if below else ""
         raise ShardNotFoundError(
             folder,
-            "holds no file of weights",
+            f"holds no file of weights{one}",
             f"{', '.join(known[:-1])} or {known[-1]}",
             some(others) if others else "an empty folder",
         )
@@ -623,6 +624,19 @@ def names_in(folder: Location) -> list[str] | None:
         return sorted(os.listdir(folder))
     except OSError as error:
         raise unreadable(folder, error) from error
+
+
+def _folders_of_weights(folder: Location, names: Sequence[str]) -> list[str]:
+    """Return the folders in a folder of this machine that hold weights, as users write them."""
+    if isinstance(folder, Url):
+        return []
+    found = []
+    for path in folders_in(folder, names):
+        with suppress(OSError):
+            held = os.listdir(path)
+            if any(_is_weights(name, format) for format in FORMATS.values() for name in held):
+                found.append(path)
+    return found
 
 
 def folders_in(folder: Location, names: Sequence[str]) -> list[str]:

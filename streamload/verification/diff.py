@@ -338,6 +338,12 @@ def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
             f"was made with {' and '.join(lacking)}, which a comparison does not compute: "
             f"`streamload verify {second.path}` checks its digests",
         )
+    if options.get("nodes"):
+        raise CheckpointError(
+            second.path,
+            f"holds the tensors of one node, not all of {first.path}: "
+            f"`streamload verify {second.path}` checks its digests",
+        )
     rules = {key: _pairs_of(options.get(key)) for key in ("dtype", "quant", "rename")}
     lists = {key: options.get(key) or () for key in ("select", "exclude")}
     if not is_gguf:  # blocks whose dtype no rule decides become float16

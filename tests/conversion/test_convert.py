@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable
@@ -821,9 +822,9 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def command(*arguments: object, code: int = 0) -> tuple[str, str]:
-    """Run ``streamload convert`` and expect an exit code; gives stdout and stderr."""
-    argv = [sys.executable, "-m", "streamload", "convert", *arguments]
+def command(*arguments: object, code: int = 0, name: str = "convert") -> tuple[str, str]:
+    """Run ``streamload convert``, or another, and expect an exit code; gives stdout and stderr."""
+    argv = [sys.executable, "-m", "streamload", name, *arguments]
     done = forked.run(argv, forked.COMMANDS)
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout, done.stderr
@@ -846,6 +847,19 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     _, err = command(source, tmp_path / "out", code=1)
     assert err.startswith("streamload: ") and err.count("\n") == 1
     assert "overwrite" in err
+
+
+def test_folders_of_nodes_are_verified_one_by_one(source: Path, tmp_path: Path) -> None:
+    """The folder around them holds no file: the error names one, and the line that checks it."""
+    command(source, tmp_path / "out", "--nodes", "2", "--budget", "1MB,2MB")
+    for paths in ([tmp_path / "out"], [source, tmp_path / "out"]):
+        _, err = command(*paths, code=1, name="verify")
+        said = re.search(r"write '([^']+)'", err)
+        assert said is not None and said[1] == str(tmp_path / "out" / "node0")
+        assert command(said[1], name="verify")[0].startswith("verified")
+    _, err = command(source, tmp_path / "out" / "node1", code=1, name="verify")
+    said = re.search(r"`streamload verify (.+)`", err)
+    assert said is not None and command(said[1], name="verify")[0].startswith("verified")
 
 
 def test_the_command_for_nodes(source: Path, tmp_path: Path) -> None:
