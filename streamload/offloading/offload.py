@@ -137,6 +137,11 @@ class OffloadReport(Shown):
         )
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Choices of the load and of the plan, one sentence each."""
+        return (*self.load.notes, *self.plan.notes)
+
+    @property
     def resident_nbytes(self) -> int:
         """Device bytes of the weights that stay."""
         return self.plan.residency.resident_nbytes
@@ -199,7 +204,7 @@ class OffloadReport(Shown):
             )
         if self.overrun:
             lines.append(f"beyond the budget: {self.overrun}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *map(printable, self.load.notes)])
 
     __repr__ = __str__
 

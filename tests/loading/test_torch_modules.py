@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -598,6 +599,45 @@ def test_a_buffer_without_values_raises_where_it_is_used(tmp_path: Path) -> None
     assert torch.empty_like(model.ids, device="cpu").shape == (5,)
     model.ids = torch.arange(5)
     assert torch.equal(model(x), real(x))
+
+
+@pytest.mark.parametrize("budget", [None, "100kB"])
+def test_a_buffer_without_values_is_named_and_raises_where_it_is_moved(
+    tmp_path: Path, budget: str | None
+) -> None:
+    """Rotary frequencies, offloaded and loaded; the line of the error keeps them."""
+    accelerate = needs.module("accelerate")
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+            self.register_buffer("inv_freq", torch.arange(64.0), persistent=False)
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x * self.inv_freq.to(device=x.device, dtype=x.dtype)
+
+    real = randomize(Rotary(), 1)
+    real.inv_freq = torch.arange(64.0)
+    folder, x = save(real, tmp_path / "x"), torch.ones(3, 64)
+    options: dict[str, Any] = {"device": "cpu", "budget": budget, "progress": False}
+    model = on_meta(Rotary).eval()
+    with streamload.offload(model, folder, **options) as offloaded:
+        (note,) = [note for note in offloaded.report.notes if "inv_freq" in note]
+        assert note in str(offloaded.report) and "meta" in note
+        assert bool(offloaded.plan.residency.streams) is (budget is not None)
+        with pytest.raises(DeviceError, match=r"with accelerate\.init_empty_weights") as caught:
+            model(x)
+    line = re.search(r"`(with .*:)`", str(caught.value))
+    assert line is not None
+    names = {"accelerate": accelerate, "Rotary": Rotary}
+    exec(f"{line[1]} model = Rotary()", names)
+    model = names["model"].eval()
+    with streamload.offload(model, folder, **options) as offloaded:
+        assert not any("inv_freq" in note for note in offloaded.report.notes)
+        assert torch.equal(model(x), real(x))
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])

@@ -71,8 +71,8 @@ class _Raises:
                 "torch",
                 "this tensor has no values: a load failed, its offload was closed, "
                 "or it is a buffer that no checkpoint has, of a model made on the meta device: the "
-                "load's notes name those, and model code computes them "
-                f"({func.__name__})",
+                "load's notes name those; to keep what model code computes, make the model in "
+                f"`with accelerate.init_empty_weights():` ({func.__name__})",
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
@@ -96,9 +96,10 @@ class UnstoredBuffer(_Raises, torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call functions that move it or read shape, dtype or device; raise for all others."""
         if func.__name__ in _MOVES:
-            with torch._C.DisableTorchFunctionSubclass():
+            # moved to another device, torch raises: it has no data
+            with torch._C.DisableTorchFunctionSubclass(), suppress(NotImplementedError):
                 out = func(*args, **(kwargs or {}))
-            return _marked_unstored(out) if out.is_meta else out
+                return _marked_unstored(out) if out.is_meta else out
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
