@@ -157,7 +157,10 @@ class ConvertOptions:
             known = " or ".join(formats) or f"those of {' or '.join(of)}"
             raise ValueError(f"imatrix weighs quant {known} alone")
         path = Path(imatrix)
-        return replace(self, imatrix=read_imatrix(path), imatrix_digest=file_digest(path))
+        found = read_imatrix(path)
+        for each in found.values():  # refused before anything is written
+            each.read()
+        return replace(self, imatrix=found, imatrix_digest=file_digest(path))
 
     def asked_of_models(
         self, checkpoint: Checkpoint, judging: Judging, noted: Mapping[str, Any]

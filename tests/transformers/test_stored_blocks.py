@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
@@ -18,7 +19,12 @@ from needs import module
 
 import streamload
 from streamload.core.dtypes import PACKED
-from streamload.errors import PlanInfeasibleError, StateDictMismatchError, UnsupportedCastError
+from streamload.errors import (
+    PlanInfeasibleError,
+    ResidenceError,
+    StateDictMismatchError,
+    UnsupportedCastError,
+)
 from streamload.planning.plan import Plan
 from streamload.streaming.sink import ModelTarget
 
@@ -540,3 +546,23 @@ def test_a_new_model_has_floats_of_one_dtype(
     dtypes = {t.dtype for t in made.state_dict().values()}
     assert dtypes <= {torch.float32, torch.uint8, torch.int8}
     assert torch.allclose(logits(model).float(), logits(made), atol=0.01)
+
+
+@pytest.mark.parametrize(
+    "given", [{"residence": "mapped"}, {"budget": "400kB"}, {"budget": "900kB", "dtype": "float32"}]
+)
+def test_lines_of_refusals_load_a_new_model_of_gguf(tmp_path: Path, given: dict[str, Any]) -> None:
+    """In floats of one dtype: norms are cast, so not all of the file can be mapped."""
+    made = small_model("llama", num_hidden_layers=1)
+    tensors, path = tensors_of(made), tmp_path / "m.gguf"
+    write(path, tensors, quantized_types(tensors, "F16"), config=made.config)
+    given = {"device": "cpu", "progress": False} | given
+    with pytest.raises((ResidenceError, PlanInfeasibleError)) as caught:
+        streamload.load_state_dict(copy.deepcopy(made).to("meta"), path, **given)
+    lines = re.findall(r'(residence="\w+"|quant="\w+")', str(caught.value))
+    assert lines
+    for line in lines:
+        model = copy.deepcopy(made).to("meta")
+        streamload.load_state_dict(model, path, **given | eval(f"dict({line})"))
+        model.model.rotary_emb = made.model.rotary_emb
+        assert logits(model).dtype is getattr(torch, given.get("dtype", "float16"))

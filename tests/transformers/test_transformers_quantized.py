@@ -374,6 +374,26 @@ def test_weights_of_bitsandbytes_are_loaded_once_more(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_floats_are_no_weights_of_bitsandbytes(tmp_path: Path, name: str, dtype: Any) -> None:
+    """The line of the refusal loads them into a new model; the old one keeps its values."""
+    needs_library("bitsandbytes")
+    MADE[name][1](tmp_path / "a")
+    model = load(tmp_path / "a")
+    before = logits(model)
+    streamload.convert(tmp_path / "a", tmp_path / "b", dtype="float16", progress=False)
+    with pytest.raises(StateDictMismatchError) as caught:
+        streamload.load_state_dict(model, tmp_path / "b", dtype=dtype, progress=False)
+    assert torch.equal(logits(model), before)
+    names = {"streamload": streamload, "LlamaForCausalLM": transformers.LlamaForCausalLM}
+    lines = str(caught.value).split("; ")
+    (line,) = [each for each in lines if "; write " not in each and "write model = " in each]
+    exec(line.partition("write ")[2], names)
+    assert (logits(names["model"]) - before).norm() <= 0.02 * before.norm()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", ["float-quantized", "int-quantized", "pack-quantized"])
 def test_another_dtype_is_computed_as_by_transformers(
