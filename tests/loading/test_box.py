@@ -232,10 +232,22 @@ import streamload.cli.files, streamload.conversion.convert, streamload.verificat
 with open("/proc/self/status") as file:
     print(next(line.split()[1] for line in file if line.startswith("RssAnon:")))
 """
+# Runs a command in 1 GiB until it looks for room: what is taken then, and the least that it needs.
+ASKED = """
+import os, runpy
+from streamload.core import memory
+
+def first_that_fits(ways, *_, **__):
+    print(2**30 - memory.available_host_nbytes(), ways[-1][1], flush=True)
+    os._exit(0)
+
+memory.first_that_fits = first_that_fits
+runpy.run_module("streamload", run_name="__main__", alter_sys=True)
+"""
 
 
-def _command(name: str, *arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "streamload", name, *map(str, arguments), "--no-progress"]
+def _command(name: str | Path, *arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "streamload", str(name), *map(str, arguments), "--no-progress"]
 
 
 def _boxes(
@@ -380,13 +392,7 @@ def test_no_conversion_that_quantizes_is_killed(
 
 
 @pytest.mark.parametrize(
-    "rooms_nbytes",
-    [
-        (8_500_000, 14_000_000, 30_000_000),
-        pytest.param(
-            (8_500_000, 11_000_000, 14_000_000, 18_000_000, 30_000_000), marks=pytest.mark.slow
-        ),
-    ],
+    "shares", [(0.5, 1.1), pytest.param((0.5, 0.9, 1.0, 1.1, 3.0), marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
     "name",
@@ -396,18 +402,18 @@ def test_no_conversion_that_quantizes_is_killed(
     ],
 )
 def test_a_check_is_done_or_refused(
-    cgroup: Boxes, tmp_path: Path, name: str, rooms_nbytes: Sequence[int]
+    cgroup: Boxes, tmp_path: Path, name: str, shares: Sequence[float]
 ) -> None:
     """So are a check of digests, of a conversion, and a comparison."""
     source, out = tmp_path / "source", tmp_path / "out"
     make_checkpoint(source, shape_of_size(40_000_000, BF16))
     streamload.convert(source, out, dtype="float16", progress=False)
-    command, right = {
-        "digests": (_command("verify", out), 0),
-        "conversion": (_command("verify", source, out, "--dtype", "float16"), 0),
-        "differences": (_command("diff", source, out), 1),
+    arguments, right = {
+        "digests": (("verify", out), 0),
+        "conversion": (("verify", source, out, "--dtype", "float16"), 0),
+        "differences": (("diff", source, out), 1),
     }[name]
-    _check_in_boxes(cgroup, command, right, rooms_nbytes, (source, out))
+    _check_in_boxes(cgroup, arguments, right, shares, (source, out))
 
 
 @pytest.mark.slow
@@ -419,26 +425,27 @@ def test_a_check_of_what_was_quantized_is_done_or_refused(
     source, out = tmp_path / "source", tmp_path / "out"
     make_checkpoint(source, shape_of_size(40_000_000, BF16))
     streamload.convert(source, out, quant=quant, progress=False)
-    command = _command("verify", source, out, "--quant", quant)
-    rooms_nbytes = (14_000_000, 25_000_000, 30_000_000, 35_000_000, 50_000_000)
-    _check_in_boxes(cgroup, command, 0, rooms_nbytes, (source, out))
+    shares = (0.5, 0.9, 1.0, 1.1, 3.0)
+    _check_in_boxes(cgroup, ("verify", source, out, "--quant", quant), 0, shares, (source, out))
 
 
 def _check_in_boxes(
     cgroup: Boxes,
-    command: Sequence[str],
+    arguments: Sequence[str | Path],
     right: int,
-    rooms_nbytes: Sequence[int],
+    shares: Sequence[float],
     folders: Sequence[Path],
 ) -> None:
-    """Run a check with so much room: the first is refused, the last one done, none is killed."""
-    held = int(_run(cgroup, [sys.executable, "-c", HELD], 2**30).stdout) * 1024
+    """Check with shares of what is needed: the first is refused, the last done, none is killed."""
+    command = _command(*arguments)
+    asked = _run(cgroup, [sys.executable, "-c", ASKED, *command[3:]], 2**30)
+    taken_nbytes, needed_nbytes = map(int, asked.stdout.split())
     codes = []
-    for room_nbytes in rooms_nbytes:
+    for share in shares:
         for folder in folders:
             forget(folder)
-        done = _run(cgroup, command, held + room_nbytes)
-        assert not done.oom_killed, room_nbytes
+        done = _run(cgroup, command, taken_nbytes + int(share * needed_nbytes))
+        assert not done.oom_killed, share
         assert done.returncode in (3, right), done.stderr
         codes.append(done.returncode)
     assert codes[0] == 3
