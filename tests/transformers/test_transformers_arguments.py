@@ -45,6 +45,7 @@ from transformers_helpers import (  # noqa: E402
 import streamload  # noqa: E402
 import streamload.transformers as ours  # noqa: E402
 from streamload.transformers.arguments import translated  # noqa: E402
+from streamload.transformers.distribution import Distribution  # noqa: E402
 
 #: Arguments that transformers takes on a machine without a GPU; the result is to be its own.
 TAKEN: dict[str, dict[str, Any]] = {
@@ -140,6 +141,19 @@ def test_what_is_answered(tmp_path: Path, given: dict[str, Any], said: str) -> N
     """What has no counterpart is an error with what to write, before anything is looked at."""
     with pytest.raises(ValueError, match=said):
         ours.from_pretrained(tmp_path, **given)
+
+
+@pytest.mark.parametrize("given", ["cuda", "cuda:1"])
+def test_a_rank_loads_to_the_gpu_that_transformers_has_set(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Some of its versions name the kind of device alone: it is the current one, not the first."""
+    prepare = lambda config, device_map: (config, torch.device(given), "mesh")  # noqa: E731
+    kind = transformers.PreTrainedModel
+    monkeypatch.setattr(kind, "prepare_distribute_model", staticmethod(prepare), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    found = Distribution.of(transformers.DistributedConfig(tp_size=2))
+    assert found is not None and found.device == "cuda:1"
 
 
 def test_the_path_by_the_name_that_transformers_has(tmp_path: Path) -> None:
