@@ -152,11 +152,13 @@ class OffloadReport(Shown):
 
         As `LoadReport.predicted_nbytes`, from the begin of the call on.
         """
-        plan = self.plan
-        nbytes = self.load.predicted_nbytes["process"] + plan.passes_nbytes + plan.host_nbytes
+        plan, there = self.plan, self.load.plan.devices
+        nbytes = self.load.predicted_nbytes["process"] + plan.host_nbytes
         if plan.stream is not None:
-            nbytes += load_nbytes(0)
-        if all(d.shared_memory and d.charged for d in self.load.plan.devices):
+            # the load frees its scratch before passes take theirs
+            freed = sum(d.scratch_nbytes for d in there if d.shared_memory and d.charged)
+            nbytes += max(plan.passes_nbytes + load_nbytes(0) - freed, 0)
+        if all(d.shared_memory and d.charged for d in there):
             nbytes += plan.cache_nbytes + plan.activation_nbytes
         return nbytes
 
