@@ -67,7 +67,7 @@ _FROM_LATER = {
     "ConvertReport": "conversion.convert",
     "LayerStream": "offloading.stream_layers",
     "OffloadPlan": "offloading.plan",
-    "OffloadReport": "offloading.report",
+    "OffloadReport": "offloading.offload",
     "OffloadSplit": "distributed.offload_split",
     "Offloaded": "offloading.offload",
     "Verification": "verification.verify",
