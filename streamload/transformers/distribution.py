@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from transformers import PreTrainedModel
 
 from streamload.transformers.rest import give_own
@@ -33,12 +32,7 @@ class Distribution:
                 "streamload.distributed.load_state_dict"
             )
         config, device, mesh = prepare(config, device_map=None)
-        if mesh is None:
-            return cls(config, mesh, None)
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:  # the GPU that transformers has set
-            device = torch.device("cuda", torch.cuda.current_device())
-        return cls(config, mesh, str(device))
+        return cls(config, mesh, None if mesh is None else str(device))
 
     def apply(self, model: Any) -> Any:
         """Make the parameters of a model on the meta device DTensors, tied as they were."""

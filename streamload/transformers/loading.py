@@ -169,7 +169,9 @@ def from_pretrained(
     if distributed_config is not None and excluded is not None:
         raise ValueError(f"cannot use {excluded}= with distributed_config=: leave one of them out")
     distribution = Distribution.of(distributed_config)
-    device = device if distribution is None else distribution.device
+    if distribution is not None:
+        device = distribution.device
+        read = replace(read, device=device)
     _check_accelerate(device)
     found = found_at(path, revision, subfolder, local_files_only=local_files_only)
     with ExitStack() as held:

@@ -44,6 +44,7 @@ from transformers_helpers import (  # noqa: E402
 
 import streamload  # noqa: E402
 import streamload.transformers as ours  # noqa: E402
+from streamload.transformers import prepared  # noqa: E402
 from streamload.transformers.arguments import translated  # noqa: E402
 from streamload.transformers.distribution import Distribution  # noqa: E402
 
@@ -143,17 +144,23 @@ def test_what_is_answered(tmp_path: Path, given: dict[str, Any], said: str) -> N
         ours.from_pretrained(tmp_path, **given)
 
 
-@pytest.mark.parametrize("given", ["cuda", "cuda:1"])
-def test_a_rank_loads_to_the_gpu_that_transformers_has_set(
-    monkeypatch: pytest.MonkeyPatch, given: str
+def test_a_rank_loads_to_the_device_that_transformers_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some of its versions name the kind of device alone: it is the current one, not the first."""
-    prepare = lambda config, device_map: (config, torch.device(given), "mesh")  # noqa: E731
-    kind = transformers.PreTrainedModel
-    monkeypatch.setattr(kind, "prepare_distribute_model", staticmethod(prepare), raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    found = Distribution.of(transformers.DistributedConfig(tp_size=2))
-    assert found is not None and found.device == "cuda:1"
+    """The load gets it, not the first one."""
+
+    class Asked(Exception):
+        pass
+
+    def load_under(model: Any, checkpoint: Any, options: Any, changed: Any) -> None:
+        raise Asked(options.device)
+
+    monkeypatch.setattr(prepared, "load_under", load_under)
+    mine = Distribution(transformers.DistributedConfig(), None, "cpu")
+    monkeypatch.setattr(Distribution, "of", lambda config: mine)
+    monkeypatch.setattr(Distribution, "apply", lambda self, model: model)
+    with pytest.raises(Asked, match=r"^cpu$"):
+        ours.from_pretrained(saved(tmp_path, "llama"), distributed_config={}, progress=False)
 
 
 def test_the_path_by_the_name_that_transformers_has(tmp_path: Path) -> None:
