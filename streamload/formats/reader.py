@@ -22,7 +22,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
@@ -360,6 +360,9 @@ def open_location(path: str | os.PathLike[str]) -> Iterator[LocalFile | remote.R
 def open_file(path: Path) -> Iterator[LocalFile]:
     """Yield an open local file; raise on leaving if it has changed, instead of any other error."""
     with open_regular(path) as opened:
+        if hasattr(os, "posix_fadvise"):  # pages read ahead of the rest cannot be freed for a while
+            with suppress(OSError):
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file = LocalFile(path, opened)
         try:
             yield file

@@ -23,11 +23,13 @@ from boxes import Boxes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from parameters import few
+from safetensors_files import header_bytes
 
 from streamload.core.system import filesystem_of
 from streamload.files import page_cache
 from streamload.files.local import ResolvedKind, open_reader
 from streamload.files.page_cache import MARGIN_NBYTES, PageCache, PageCacheKind, resident_fraction
+from streamload.formats.reader import read_header
 
 if sys.platform != "linux":
     pytest.skip("the page cache can be asked on Linux only", allow_module_level=True)
@@ -276,6 +278,21 @@ def test_what_was_read_ahead_is_dropped(large: Path, kind: ResolvedKind, stop_nb
     sleep(0.05)
     assert not resident(large)
     assert cache.dropped_nbytes == stop_nbytes
+
+
+def test_a_header_brings_in_nothing_else(folder: Path) -> None:
+    """Pages that are read ahead of it could not be freed at once, and count in a memory limit."""
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    rest = {"dtype": "U8", "shape": [LARGE], "data_offsets": [0, LARGE]}
+    head = header_bytes({f"empty.{at}": empty for at in range(20_000)} | {"rest": rest})
+    path = write(folder / "one.safetensors", len(head) + LARGE)
+    with open(path, "r+b") as file:
+        file.write(head)
+        os.fsync(file.fileno())
+    make_cold(path)
+    assert resident(path) <= {0}
+    read_header(path)
+    assert len(resident(path)) <= len(head) // PAGE + 4
 
 
 @pytest.mark.parametrize("kind", ["pread", "mmap"])
