@@ -206,11 +206,11 @@ def _quantized(path: Path, texts: list[str], name: str) -> tuple[np.ndarray[Any,
     report = streamload.load_state_dict(None, path, device="host", quant=name, progress=False)
     changed, nbytes = {}, 0
     for p in report.plan.placements:
-        if p.coding is None:
+        if p.kind.coding is None:
             continue
-        nbytes += p.nbytes
-        if not p.coding.part:
-            made = coded(p.coding, p.src)
+        nbytes += p.kind.nbytes
+        if not p.kind.coding.part:
+            made = coded(p.kind.coding, p.kind.src)
             parts = {part.suffix: report.state_dict[part.name(p.name)] for part in made.parts}
             changed[p.name] = importlib.import_module("quant_bounds").elements_of(made, parts)
     error = sum(report.errors.values(), QuantCounts()).relative

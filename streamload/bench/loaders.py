@@ -182,7 +182,7 @@ def _streamload(task: Task) -> Loaded:
         "threads": report.plan.threads,
         "slot_nbytes": report.plan.slot_nbytes,
         "readers": sorted(set(report.plan.readers)),
-        "casts": sorted({p.cast for p in report.plan.placements}),
+        "casts": sorted({p.kind.cast for p in report.plan.placements}),
         "notes": list(report.notes),
     }
     return Loaded(report.state_dict, says)

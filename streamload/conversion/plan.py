@@ -595,10 +595,10 @@ def _parts(
     parts: dict[str, list[Sequence[OutTensor]]] = {node.name: [] for node in options.nodes}
     for p in plan.placements:
         as_made = made[p.source[0].tensor]
-        if p.coding is None:  # a head that shares the embedding's weight has a name of its own
-            parts[p.device].append([as_made[0]._replace(name=p.name)])
-        elif not p.coding.part:
-            parts[p.device].append(as_made)
+        if p.kind.coding is None:  # a head that shares the embedding's weight has a name of its own
+            parts[p.kind.device].append([as_made[0]._replace(name=p.name)])
+        elif not p.kind.coding.part:
+            parts[p.kind.device].append(as_made)
     held = {device.device: device for device in plan.devices}
     return parts, held
 

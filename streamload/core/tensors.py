@@ -120,7 +120,7 @@ def whole(info: TensorInfo) -> RowRange:
     return RowRange(info.name, 0, info.shape[0] if info.shape else 1)
 
 
-def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
+def all_rows(infos: Collection[TensorInfo]) -> Sequence[RowRange]:
     """Return the range of all rows of each tensor; see `whole`."""
     stops = [info.shape[0] if info.shape else 1 for info in infos]
     names = [info.name for info in infos]

@@ -29,7 +29,7 @@ from streamload.distributed.group import ProcessGroup
 from streamload.files.header import Header
 from streamload.files.local import ResolvedKind
 from streamload.files.reader import Reader
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Move
 from streamload.planning.shares import ClusterPlan
 
 BLOCK_NBYTES = 4 * 2**20  # size of a block
@@ -76,7 +76,7 @@ def _most(ranks: int, block_nbytes: int) -> int:
 
 
 def shared_ranges(
-    checkpoint: Checkpoint, placements: Collection[Placement]
+    checkpoint: Checkpoint, placements: Collection[Move]
 ) -> dict[Location, list[tuple[int, int]]]:
     """Return the byte ranges of each file that a load of these placements reads in order, and once.
 
@@ -87,13 +87,13 @@ def shared_ranges(
     found: dict[Location, list[tuple[int, int]]] = {header.path: [] for header in checkpoint.shards}
     for p in placements:
         info = checkpoint.tensors[p.source[0].tensor]
-        is_plain = p.transpose is None and p.source == (whole(info),)
+        is_plain = p.kind.transpose is None and p.source == (whole(info),)
         if is_plain and uses[info.name] == 1 and info.nbytes:
             found[info.shard].append((info.start, info.stop))
     return {shard: merged(_apart(sorted(ranges))) for shard, ranges in found.items()}
 
 
-def exchanged(plan: ClusterPlan) -> list[Placement]:
+def exchanged(plan: ClusterPlan) -> list[Move]:
     """Return the parameters that several ranks read together, as whole tensors.
 
     Those that they all hold, and of which they hold slices that are short lines in the file.
@@ -103,20 +103,20 @@ def exchanged(plan: ClusterPlan) -> list[Placement]:
     found = []
     for p in plan.placements.values():
         slices = plan.first_slices.get(p.name, ())
-        lines = [(s.stop - s.start) * math.prod(p.shape[s.axis + 1 :]) for s in slices if s.axis]
-        if not slices or any(p.src.nbytes(numel) < _SHORT_NBYTES for numel in lines):
+        lines = [
+            (s.stop - s.start) * math.prod(p.kind.shape[s.axis + 1 :]) for s in slices if s.axis
+        ]
+        if not slices or any(p.kind.src.nbytes(numel) < _SHORT_NBYTES for numel in lines):
             found.append(p)
     return found
 
 
-def own_lines(
-    checkpoint: Checkpoint, placements: Iterable[Placement]
-) -> dict[Location, list[Lines]]:
+def own_lines(checkpoint: Checkpoint, placements: Iterable[Move]) -> dict[Location, list[Lines]]:
     """Return the bytes of each file that placements read: of whole tensors, or of columns."""
     found: dict[Location, list[Lines]] = {header.path: [] for header in checkpoint.shards}
     for p in placements:
         info, r = checkpoint.tensors[p.source[0].tensor], p.source[0]
-        if len(p.source) > 1 or p.transpose is not None or not p.numel:
+        if len(p.source) > 1 or p.kind.transpose is not None or not p.kind.numel:
             continue
         if r == whole(info):
             found[info.shard].append(Lines(info.start, info.nbytes))

@@ -203,7 +203,7 @@ def load_state_dict(
                     read_nbytes = report.read_nbytes
                     if gatherer is not None:
                         read_nbytes = gatherer.read_nbytes
-                dtypes = {p.name: p.dst.name for p in report.plan.placements}
+                dtypes = {p.name: p.kind.dst.name for p in report.plan.placements}
                 with _stated(load):
                     nodes = _verified(agreed, dtypes, report, (read_nbytes, 0), model)
                     _committed(agreed)

@@ -368,7 +368,7 @@ class Agreement:
     def source_nbytes(self) -> int:
         """File bytes of the parameters that all ranks are to load."""
         kept = [
-            self.plan.placements[name].src_nbytes
+            self.plan.placements[name].kind.src_nbytes
             for share in self.plan.shares
             for name in self.each_held[share.rank].intersection(share.parameters)
         ]
@@ -534,7 +534,7 @@ class Agreement:
             p
             for p in parameters
             for name in map(self.names.get, (*p.names, *p.wrapped))
-            if name in sliced and whole_shape(p) == plan.placements[name].shape
+            if name in sliced and whole_shape(p) == plan.placements[name].kind.shape
         ]
         write = "modules for slices, of the shapes found: see plan().slices"
         if any(p.block is not None for p in whole):

@@ -230,7 +230,7 @@ def _whole(
     parts: Mapping[str, Part],
 ) -> Plan:
     """Return the plan of all parameters on their nodes, under unlimited budgets."""
-    here = [replace(want, device=name) for want, name in zip(wants, where, strict=True)]
+    here = [want._replace(device=name) for want, name in zip(wants, where, strict=True)]
     endless = [
         replace(spec, budget_nbytes=ENDLESS_NBYTES, free_nbytes=None, reserve_nbytes=0)
         for spec in specs

@@ -30,7 +30,7 @@ from streamload.errors import LoadState, NodeError, PeerFailedError, StreamloadE
 from streamload.files.header import FileState
 from streamload.loading.prepare import Decision, Place
 from streamload.loading.report import LoadReport
-from streamload.planning.placement import Placement, Placements
+from streamload.planning.moves import Move, Moves
 from streamload.planning.shares import ClusterPlan
 
 OnLoss = Literal["raise", "replan"]
@@ -62,7 +62,7 @@ class Held:
     timeout: float
     device: str | None = None
     budget_nbytes: int | None = None
-    placements: dict[str, Placement] = field(default_factory=dict)
+    placements: dict[str, Move] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     group: ProcessGroup | None = None
@@ -133,7 +133,7 @@ class Held:
             self.keep(load, [p for p in load.plan.placements if p.name in loaded])
             raise
 
-    def keep(self, load: Decision, placements: Iterable[Placement]) -> None:
+    def keep(self, load: Decision, placements: Iterable[Move]) -> None:
         """Record complete parameters of a load."""
         checkpoint = load.call.checkpoint
         self._files |= {header.path: header.state for header in checkpoint.shards}
@@ -148,7 +148,7 @@ class Held:
         nbytes = sum(p.resident_nbytes for p in self.placements.values())
         self.keep(load, load.plan.placements)
         order = [name for name in plan.mine.parameters if name in self.placements]
-        every = Placements.of(self.placements[name] for name in order)
+        every = Moves(self.placements[name] for name in order)
         found = {**self.tensors, **report.state_dict}
         self.tensors.clear()
         self.tensors.update({name: found[name] for name in order if name in found})
@@ -171,7 +171,7 @@ class Held:
             return []
         seconds, rows, stayed = time.monotonic() - self.noticed_s, [], 0
         for share in plan.shares:
-            sizes = {n: plan.placements[n].nbytes for n in share.parameters}
+            sizes = {n: plan.placements[n].kind.nbytes for n in share.parameters}
             new = [nbytes for name, nbytes in sizes.items() if name not in held[share.rank]]
             gone = len(held[share.rank] - sizes.keys())
             stayed += sum(sizes.values()) - sum(new)

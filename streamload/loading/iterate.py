@@ -67,9 +67,9 @@ def iterate(path: CheckpointLike, **options: Unpack[LoadOptions]) -> Iterator[tu
     nbytes: dict[str, int] = {}
     sizes = wants.nbytes(read.policy, spec.native_bf16)
     beside = spec.objects.most_nbytes + spec.info.costs.kernel_nbytes
-    for name, size, coding in zip(wants.names, sizes, wants.codings, strict=True):
-        if coding is None or not coding.part:
-            codes = name
+    for want, size in zip(wants, sizes, strict=True):
+        if want.coding is None or not want.coding.part:
+            codes = want.name
         nbytes[codes] = nbytes.get(codes, 0) + size + beside  # its other parts follow it
     loop = _Loop(place, Call(checkpoint, read, found), needs_native, nbytes)
     if groups := [*loop.groups(lambda: _together_nbytes(spec))]:

@@ -543,7 +543,7 @@ def _fetched(made: Plan, checkpoint: Checkpoint) -> dict[Url, int]:
     """Return lengths in bytes of the files that a load downloads and reads."""
     if "cache" not in made.readers:
         return {}
-    rows = (row for rows in made.placements.sources for row in rows)
+    rows = (row for move in made.placements for row in move.source)
     read = {checkpoint.tensors[row.tensor].shard for row in rows}
     return {
         url: header.file_nbytes
@@ -611,9 +611,7 @@ def _report(
 
 def _device_map(decided: Decision) -> dict[str, str | int]:
     """Return the device of each module of a load, in the form of accelerate's ``device_map``."""
-    placements = decided.plan.placements
-    devices = (kind.device for kind in placements.kinds)
-    by_name = dict(zip(placements.names, devices, strict=True))
+    by_name = {move.name: move.kind.device for move in decided.plan.placements}
     if decided.match is None:
         return device_map(by_name)
     names = {

@@ -235,9 +235,9 @@ def _load_kernels(
     if not wants.any_packed:
         return
     dsts = wants.dsts(policy, spec.native_bf16)
-    for info, dst, t in zip(wants.infos, dsts, wants.transposes, strict=True):
+    for want, info, dst in zip(wants, wants.infos, dsts, strict=True):
         if isinstance(info, Packed) and dst in TARGETS and there_nbytes(info.group):
-            ptx = dequant_ptx(values_of(info), dst, clamp=clamp, turned=t is not None)
+            ptx = dequant_ptx(values_of(info), dst, clamp=clamp, turned=want.transpose is not None)
             bulk.function(ptx, SYMBOL)
 
 
@@ -402,9 +402,9 @@ def host_engine(
 
 def _transposed(wants: TensorRequests, dsts: Iterable[DType]) -> Iterator[int]:
     """Yield the bytes per row of transposed parameters, as read and as cast, to compile kernels."""
-    columns = (wants.transposes, wants.shapes, wants.codings, wants.srcs, dsts)
-    for order, shape, coding, src, dst in zip(*columns, strict=True):
-        of = shape if coding is None else coding.shape
+    for want, src, dst in zip(wants, wants.srcs, dsts, strict=True):
+        order, coding = want.transpose, want.coding
+        of = want.shape if coding is None else coding.shape
         if order is not None and order.rows != (of or (1,))[0]:
             numel = math.prod(of) // order.rows
             yield from (

@@ -44,7 +44,7 @@ from streamload.planning.dequantize import kept_kinds
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.match import Match, ModelParameters, wants_of
 from streamload.planning.match import match as match_parameters
-from streamload.planning.placement import Placements
+from streamload.planning.moves import Moves
 from streamload.planning.plan import Plan
 from streamload.planning.planner import (
     DEFAULT_CHUNK_NBYTES,
@@ -132,7 +132,7 @@ def request_of(
     cache, path = options.cache, checkpoint.path
     draft = Plan(
         path=str(path),
-        placements=Placements.of(()),
+        placements=Moves(),
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=options.budget.host_nbytes,
@@ -248,8 +248,7 @@ def _reading(
     # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
     remote = any(choice.kind in REMOTE_KINDS for choice in choices)
     if options.chunk_nbytes is not None and options.chunk_nbytes < _LEAST_CHUNK_NBYTES:
-        wants = TensorRequests.of(request.checkpoint, request.wants)
-        encodes = any(coding is not None for coding in wants.codings)
+        encodes = any(want.coding is not None for want in request.wants)
         if remote or encodes:
             what = "files on a server" if remote else "weights that quant= quantises"
             why = "takes a request" if remote else "is encoded alone"
@@ -473,7 +472,7 @@ class Decision:
         notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes, *chosen]
         unstored = {**place.unstored, **(match.computed if match else {})}
         notes += (*on_unstored(unstored, made), *demand.notes)
-        loaded = {r.tensor for source in demand.wants.sources for r in source}
+        loaded = {r.tensor for want in demand.wants for r in want.source}
         return cls(
             call,
             place,
@@ -489,16 +488,15 @@ class Decision:
         place, match = self.place, self.match
         if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
-        placements, before = self.plan.placements, process_nbytes() or 0
-        pairs = zip(placements.names, placements.kinds, strict=True)
-        self.swap.compile({name: kind.device for name, kind in pairs})
+        moves, before = self.plan.placements, process_nbytes() or 0
+        self.swap.compile({move.name: move.kind.device for move in moves})
         begun = self.process_nbytes
         if begun is not None:  # the compiler belongs to the process, not to the load
             begun += max((process_nbytes() or 0) - before, 0)
         undo = self.swap.put()
         parameters = place.owner.parameters(place.model)
         found = {name + p.shard: p for p in parameters for name in (*p.names, *p.wrapped)}
-        names = (*match.parameters, *self.plan.placements.names)
+        names = (*match.parameters, *(move.name for move in moves))
         match = replace(match, parameters={name: found[name] for name in names})
         return replace(self, match=match, process_nbytes=begun), undo
 
@@ -511,8 +509,7 @@ class Decision:
 
 def _check_changes(made: Plan) -> None:
     """Raise ValueError for a parameter that ``transform=`` or ``adapters=`` cannot change."""
-    placed = made.placements
-    for name, kind, rows in zip(placed.names, placed.kinds, placed.sources, strict=True):
+    for name, rows, kind, *_ in made.placements:
         if kind.changes and kind.src.is_packed:
             raise ValueError(
                 f"{name}: its values cannot change on the way (transform, adapters) where it is "

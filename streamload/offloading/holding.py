@@ -16,7 +16,7 @@ from streamload.offloading.slots import (
     Order,
     Slots,
 )
-from streamload.planning.placement import UNREAD
+from streamload.planning.moves import UNREAD
 from streamload.planning.plan import Plan
 
 
@@ -31,7 +31,7 @@ class Holding:
         self.experts = experts if experts is not None else ExpertCache((), 0)
         self._first_expert = len(layers) - self.experts.count
         self._layers, self.memory = layers, memory
-        copied = [0 if kind.cast in UNREAD else kind.nbytes for kind in plan.placements.kinds]
+        copied = [0 if m.kind.cast in UNREAD else m.kind.nbytes for m in plan.placements]
         self._nbytes = [sum(copied[at] for at in layer.placements) for layer in layers]
         self._order = Order(self._first_expert)
         self._holds: list[int | None] = [None] * (memory.count - self.experts.slots)

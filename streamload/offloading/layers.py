@@ -529,7 +529,7 @@ def groups_of_checkpoint(
             if weight in tied.values():  # the head has it too, and streams where it does not stay
                 head = next(each for each, shared in tied.items() if shared == weight)
                 return LayerGroup(head.rpartition(".")[0], numbers, "layer", name)
-            kind = "rows" if len(wants.shapes[numbers[0]]) == 2 else "fixed"
+            kind = "rows" if len(wants[numbers[0]].shape) == 2 else "fixed"
         return LayerGroup(name, numbers, kind)
 
     rest = without(by_name, {at for group in experts for at in group.wants})
@@ -605,13 +605,13 @@ def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) ->
     groups = []
     for name, by_number in apart.items():
         every = [sorted(by_number[number]) for number in sorted(by_number)]
-        kinds = {tuple((part, wants.shapes[at]) for part, at in parts) for parts in every}
+        kinds = {tuple((part, wants[at].shape) for part, at in parts) for parts in every}
         if len(kinds) == 1 and len(every) > 1:
             numbers, count = tuple(at for parts in every for _, at in parts), len(every)
             groups.append(LayerGroup(name, numbers, "experts", "", count, min(chosen, count), True))
     for name, found in fused.items():
-        counts = {wants.shapes[at][:1] for at in found}
-        if len(counts) == 1 and any(len(wants.shapes[at]) == 3 for at in found):
+        counts = {wants[at].shape[:1] for at in found}
+        if len(counts) == 1 and any(len(wants[at].shape) == 3 for at in found):
             ((count,),) = counts
             groups.append(LayerGroup(name, tuple(found), "experts", "", count, min(chosen, count)))
     return groups

@@ -435,7 +435,7 @@ class ModelAdapter(ABC, Generic[P]):
             names = {at: self._parameters[wants.names[at]].names for at in group.wants}
             parents = {at: {each.rpartition(".")[0] for each in names[at]} for at in names}
             at = next(at for at in group.wants if name in parents[at])
-            info = problem.checkpoint.tensors[wants.sources[at][0].tensor]
+            info = problem.checkpoint.tensors[wants[at].source[0].tensor]
             reader = RowReader(problem.checkpoint, info, dsts[at], problem.options.out_of_range)
             self.gather_rows(name, reader, device)
 

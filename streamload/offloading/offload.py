@@ -542,13 +542,13 @@ def begin(
 def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Rounds:
     """Return a `Rounds` that fills newly allocated slots, or uses mapped files as its slots."""
     assert made.stream is not None
-    residency, kinds = made.residency, made.stream.placements.kinds
+    residency, moves = made.residency, made.stream.placements
     sizes = {layer.name: layer.nbytes for layer in made.sizes}
     names = [(name, -(-sizes[name] // residency.slot_nbytes)) for name in residency.streams]
     for name, count in zip(residency.experts, made.experts, strict=True):
         names += [(name, 1)] * count
     layers = [
-        Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
+        Layer(name, placements, slots, sum(moves[at].kind.src_nbytes for at in placements))
         for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
     # passes will have touched slots and staging
@@ -577,8 +577,7 @@ def _parts(plan: Plan, checkpoint: Checkpoint) -> dict[int, FileRange]:
     Matrices of floats are left out: a product may depend on their address.
     """
     found = {}
-    each = zip(plan.placements.kinds, plan.placements.sources, strict=True)
-    for at, (kind, (row, *_)) in enumerate(each):
+    for at, (_, (row, *_), kind, *_) in enumerate(plan.placements):
         if row.tensor in checkpoint.members and kind.cast == "copy":
             info = checkpoint.tensors[row.tensor]
             if kind.dst.kind != "float" or len(kind.shape) == 1:

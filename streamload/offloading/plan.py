@@ -127,7 +127,7 @@ class OffloadPlan(Shown):
     def tensors_of(self, layers: Collection[str], wants: TensorRequests) -> set[str]:
         """Return names of the checkpoint's tensors that the named layers are read from."""
         found = (at for group in self.groups if group.name in layers for at in group.wants)
-        return {row.tensor for at in found for row in wants.sources[at]}
+        return {row.tensor for at in found for row in wants[at].source}
 
     @property
     def places(self) -> dict[str, int]:
@@ -280,7 +280,7 @@ def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
     """
     placements = plan.placements
     unaligned, movable = "", True
-    for kind, source in zip(placements.kinds, placements.sources, strict=True):
+    for _, source, kind, *_ in placements:
         if kind.cast != "mapped":
             return Viewable()
         (row,) = source
@@ -335,8 +335,8 @@ class Problem:
     @cached_property
     def sizes(self) -> list[LayerSize]:
         """Sizes of each layer in ``groups``."""
-        shapes, nbytes = self.wants.shapes, self.nbytes
-        read = [src.nbytes(math.prod(s)) for src, s in zip(self.wants.srcs, shapes, strict=True)]
+        each, nbytes = zip(self.wants, self.wants.srcs, strict=True), self.nbytes
+        read = [src.nbytes(math.prod(want.shape)) for want, src in each]
 
         def in_slot(numbers: Sequence[int], share: int = 1) -> int:
             return sum(round_up(nbytes[at] // share, SLOT_ALIGNMENT_NBYTES) for at in numbers)
@@ -399,8 +399,8 @@ class Problem:
     @cached_property
     def _load_nbytes(self) -> int:
         """Host bytes that a load takes besides the data, for objects and the kernel."""
-        each = zip(self.dsts, self.wants.shapes, self.nbytes, strict=True)
-        objects = self.spec.objects.of((dst.name, shape, nbytes, 1) for dst, shape, nbytes in each)
+        each = zip(self.dsts, self.wants, self.nbytes, strict=True)
+        objects = self.spec.objects.of((dst.name, want.shape, n, 1) for dst, want, n in each)
         count = len(self.wants)
         return load_nbytes(count) + objects + count * self.spec.info.costs.kernel_nbytes
 
@@ -608,7 +608,7 @@ class Problem:
     def _requests(self, numbers: Sequence[int]) -> list[TensorRequest]:
         """Return requests of parameters, by index, for new memory on the device."""
         return [
-            replace(self.wants[at], held=None, reusable_nbytes=None, device=self.spec.name)
+            self.wants[at]._replace(held=None, reusable_nbytes=None, device=self.spec.name)
             for at in numbers
         ]
 
@@ -620,7 +620,7 @@ class Problem:
         rows = [(want, rows_of_experts(want, group.experts) or []) for want in wants]
         return [
             [
-                replace(want, name=f"{want.name}[{n}]", shape=want.shape[1:], source=sources[n])
+                want._replace(name=f"{want.name}[{n}]", shape=want.shape[1:], source=sources[n])
                 for want, sources in rows
             ]
             for n in range(group.experts)

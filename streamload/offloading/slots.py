@@ -37,7 +37,7 @@ from streamload.files.local import Reader, ResolvedKind, choose_reader
 from streamload.files.page_cache import PageCache, drop_pages
 from streamload.offloading.layers import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.plan import OffloadPlan
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Kind
 
 # Parts of quantized weights begin at multiples of this in slots: kernels read vectors.
 _PART_ALIGNMENT_NBYTES = 64
@@ -104,7 +104,7 @@ class Slots:
         assert plan.stream is not None
         self._memory, self._starts = memory, plan.residency.slot_starts
         self._residency, self.layers = plan.residency, plan.residency.slots
-        self.count, kinds = len(self._starts), plan.stream.placements.kinds
+        self.count, kinds = len(self._starts), [m.kind for m in plan.stream.placements]
         self._layers = [[kinds[at] for at in each] for each in plan.layer_placements]
         self._offsets = [self._packed(each, kinds, parts) for each in plan.layer_placements]
         # of each layer a number that those with the same dtypes, shapes and offsets share
@@ -120,7 +120,7 @@ class Slots:
         self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
 
     def _packed(
-        self, placements: range, kinds: Sequence[Placement], parts: Mapping[int, FileRange]
+        self, placements: range, kinds: Sequence[Kind], parts: Mapping[int, FileRange]
     ) -> list[int]:
         """Return the first byte of each tensor of a layer in its slots, within the planned size."""
         found, at = list[int](), 0
@@ -432,16 +432,15 @@ class FileViews(Slots):
         self._addresses: dict[Location, int] = {}
         self._views: list[tuple[list[Buffer], list[Buffer]]] = []
         self._ranges: list[list[tuple[Location, int, int]]] = []
-        kinds, sources = plan.placements.kinds, plan.placements.sources
         for placements in made.layer_placements:
             found: list[tuple[Location, int, int]] = []
             plain: list[Buffer] = []
             for at in placements:
-                (row,) = sources[at]
+                _, (row,), kind, *_ = plan.placements[at]
                 info = checkpoint.tensors[row.tensor]
                 memory, start = self._map(info.shard), first_byte(info, row)
-                plain.append(device.view(memory, start, kinds[at].dst, kinds[at].shape))
-                found.append((info.shard, start, start + kinds[at].nbytes))
+                plain.append(device.view(memory, start, kind.dst, kind.shape))
+                found.append((info.shard, start, start + kind.nbytes))
             self._views.append(([*map(weight_of, plain)], plain))
             self._ranges.append(_merged(found))
 

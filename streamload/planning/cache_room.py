@@ -84,7 +84,7 @@ class CacheRoom:
         ``devices`` names the device of each of ``wants``.
         """
         # by the checkpoint's names, whose layers config.json counts
-        names = [source[0].tensor for source in wants.sources]
+        names = [info.name for info in wants.infos]
         where = dict(zip(names, devices, strict=True))
         items = list(starmap(Item, dict(zip(names, wants.nbytes(policy), strict=True)).items()))
         on: dict[str, list[int]] = {}

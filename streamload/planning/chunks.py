@@ -14,8 +14,8 @@ import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.location import Location
-from streamload.core.tensors import first_byte
-from streamload.planning.placement import UNREAD, Placement, Placements
+from streamload.core.tensors import RowRange, first_byte
+from streamload.planning.moves import UNREAD, Kind, Moves
 from streamload.planning.plan import SLOT_ALIGNMENT, Plan
 
 # Parameters of up to this many bytes are packed into a `SmallTensorBatch`. 50,000 of 2 kB, to
@@ -85,7 +85,7 @@ class Chunk:
         """File bytes of the chunk."""
         return sum(run.nbytes for run in self.runs)
 
-    def staged_nbytes(self, placement: Placement) -> int:
+    def staged_nbytes(self, placement: Kind) -> int:
         """Return the chunk's bytes in a staging slot: before the cast, if the device casts."""
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
 
@@ -143,7 +143,7 @@ class SmallTensorBatch:
 _Piece: TypeAlias = Chunk | SmallTensorBatch
 
 
-def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> Iterator[Chunk]:
+def split(chunk: Chunk, placement: Kind, nbytes: int, start: int = 0) -> Iterator[Chunk]:
     """Yield pieces of a chunk, each of at most ``nbytes`` in the file and in the parameter.
 
     A chunk of several reads, rows or lines stays whole. File bytes before ``start``, the first byte
@@ -203,7 +203,7 @@ class Cut:
         self._checkpoint = checkpoint
         self._shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
         found = _extents(plan.placements, checkpoint, self._shard_of)
-        unread = np.array([kind.cast in UNREAD for kind in plan.placements.kinds], bool)
+        unread = np.array([move.kind.cast in UNREAD for move in plan.placements], bool)
         read = ~unread[found.placements]
         self._extents = _Extents(*(column[read] for column in found)) if unread.any() else found
 
@@ -221,8 +221,8 @@ class Cut:
 
     def packs_and_chunks(
         self,
-        largest: Callable[[Placement], int],
-        pack_nbytes: Callable[[Placement], int],
+        largest: Callable[[Kind], int],
+        pack_nbytes: Callable[[Kind], int],
         most: int,
     ) -> Iterator[_Piece]:
         """Yield all chunks by place in the files, small neighbors in batches of at most ``most``.
@@ -260,7 +260,7 @@ class Cut:
         first: int,
         end: int,
         taken: _Column,
-        pack_nbytes: Callable[[Placement], int],
+        pack_nbytes: Callable[[Kind], int],
         most: int,
     ) -> Iterator[_Piece]:
         """Yield small tensors, of extents ``first`` to ``end`` (exclusive), in batches.
@@ -268,7 +268,7 @@ class Cut:
         ``taken``: cumulative bytes of all extents in a slot. Others: as in `packs_and_chunks`.
         """
         starts, stops, shards, placements = self._extents[:4]
-        room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
+        room = pack_nbytes(self._plan.placements[int(placements[first])].kind)
         while first < end:
             before = int(taken[first - 1]) if first else 0
             stop = bisect_right(taken, before + room, first, min(first + most, end))
@@ -278,16 +278,16 @@ class Cut:
             yield from [pack] if len(pack) >= _LEAST_PACKED else pack
             first = stop
 
-    def _pieces(self, at: int, largest: Callable[[Placement], int]) -> Iterator[Chunk]:
+    def _pieces(self, at: int, largest: Callable[[Kind], int]) -> Iterator[Chunk]:
         """Yield the chunks of one byte range of a file, in order; ``at``: index of the range."""
         start, stop, shard, index, offset = (int(column[at]) for column in self._extents[:5])
-        p = self._plan.placements[index]
+        _, source, p, *_ = self._plan.placements[index]
         if start == stop:
             yield Chunk(index, shard, 0, 0, ())
         elif not p.strided and (p.transpose is None or p.turned_there):
             yield from _contiguous(index, p, shard, start, stop, offset, largest(p))
         else:
-            ranges = list(_ranges(p, self._checkpoint, self._shard_of))
+            ranges = list(_ranges(source, p, self._checkpoint, self._shard_of))
             mine = next(r for r in ranges if r.offset == offset)
             if p.strided:
                 yield from _strided(index, p, mine, largest(p))
@@ -325,28 +325,28 @@ def _next(reached: list[_Reached]) -> _Piece:
 
 
 def _extents(
-    placements: Placements, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
+    placements: Moves, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> _Extents:
     """Return the byte ranges of all placements: one for each of their row ranges."""
-    infos = [checkpoint.tensors[source[0].tensor] for source in placements.sources]
+    infos = [checkpoint.tensors[move.source[0].tensor] for move in placements]
     starts, stops = ([*map(attrgetter(edge), infos)] for edge in ("start", "stop"))
     shards = checkpoint.shard_numbers(infos)
-    devices = {kind.device: at for at, kind in enumerate(placements.kinds)}
+    devices = {kind.device: at for at, (kind, _) in enumerate(placements.counted)}
     groups = {
         id(kind): _ALONE if kind.cast != "copy" or kind.transpose else devices[kind.device]
         for kind, _ in placements.counted
     }
-    group = np.array([groups[id(kind)] for kind in placements.kinds], np.int64)
+    group = np.array([groups[id(move.kind)] for move in placements], np.int64)
     together = np.where(group == _ALONE, _ALONE, group * len(checkpoint.shards) + shards)
     numbers = np.arange(len(infos))
     columns = np.stack([starts, stops, shards, numbers, np.zeros_like(numbers), together])
     of_rows: dict[int, list[tuple[int, ...]]] = {}  # several, or some rows of one
-    for index, (source, info) in enumerate(zip(placements.sources, infos, strict=True)):
+    for index, ((_, source, kind, *_), info) in enumerate(zip(placements, infos, strict=True)):
         r = source[0]
         if len(source) > 1 or r.start or r.columns or r.stop != (info.shape or (1,))[0]:
             of_rows[index] = [
                 (part.start, part.stop, part.shard, index, part.offset, _ALONE)
-                for part in _ranges(placements[index], checkpoint, shard_of)
+                for part in _ranges(source, kind, checkpoint, shard_of)
             ] or [(0, 0, int(shards[index]), index, 0, _ALONE)]
     if of_rows:
         rows = [row for each in of_rows.values() for row in each]
@@ -373,7 +373,7 @@ class _Range(NamedTuple):
 
 
 def _ranges(
-    p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
+    source: Sequence[RowRange], p: Kind, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> Iterator[_Range]:
     """Yield the row ranges of a placement's source that have elements."""
     if not p.numel:
@@ -381,7 +381,7 @@ def _ranges(
     per_row = p.row_numel
     src_row = p.src.nbytes(per_row)
     row = 0
-    for r in p.source:
+    for r in source:
         info = checkpoint.tensors[r.tensor]
         count = r.stop - r.start
         if count:
@@ -395,7 +395,7 @@ def _ranges(
 
 
 def _contiguous(
-    index: int, p: Placement, shard: int, start: int, stop: int, offset: int, chunk_nbytes: int
+    index: int, p: Kind, shard: int, start: int, stop: int, offset: int, chunk_nbytes: int
 ) -> Iterator[Chunk]:
     """Yield the chunks of file bytes that become parameter bytes from ``offset`` on, in order."""
     nbytes = stop - start
@@ -405,7 +405,7 @@ def _contiguous(
     yield from split(chunk, p, chunk_nbytes)
 
 
-def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:
+def _strided(index: int, p: Kind, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:
     """Yield the chunks of some columns of rows: strided in the file, contiguous when placed."""
     dst_row = p.placed_nbytes(p.row_numel)
     src_row = mine.stop - mine.start - (mine.rows - 1) * mine.pitch
@@ -422,7 +422,7 @@ def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Itera
 
 
 def _transposed(
-    index: int, p: Placement, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
+    index: int, p: Kind, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
 ) -> Iterator[Chunk]:
     """Yield the chunks of permuted whole rows whose first row in the file is in range ``mine``."""
     t = p.transpose
@@ -470,7 +470,7 @@ def _transposed(
 
 
 def _turned(
-    index: int, p: Placement, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
+    index: int, p: Kind, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
 ) -> Iterator[Chunk]:
     """Yield the chunks of a permutation of parts of rows, such as the transpose of a matrix.
 

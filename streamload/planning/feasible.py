@@ -11,8 +11,8 @@ from streamload.core.units import format_bytes
 from streamload.errors import Fit, PlanInfeasibleError
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.fit import DeviceShare, least_read_nbytes
+from streamload.planning.moves import Kind
 from streamload.planning.partition import Item, smallest_count
-from streamload.planning.placement import Placement
 from streamload.planning.plan import DevicePlan, Plan
 from streamload.planning.requests import DeviceSpec, kept_free
 
@@ -64,8 +64,7 @@ def _check_device(
     spec, placements = share.spec, share.placements
     most = spec.info.largest_allocation_nbytes
     if most is not None and any(p.nbytes > most for p, _ in placements.counted):
-        at = next(at for at, kind in enumerate(placements.kinds) if kind.nbytes > most)
-        largest = [(placements.names[at], placements.kinds[at].nbytes)]
+        largest = [next((p.name, p.kind.nbytes) for p in placements if p.kind.nbytes > most)]
         raise PlanInfeasibleError(
             spec.name, largest[0][1], most, limit="largest allocation", largest=largest
         )
@@ -79,7 +78,7 @@ def _check_device(
     if limit == spec.free_limit:
         other = mine.object_nbytes + mine.kernel_nbytes
         largest += [(f"what {len(placements)} tensors take beside their bytes", other)]
-    named = zip(placements.names, (kind.nbytes for kind in placements.kinds), strict=True)
+    named = ((move.name, move.kind.nbytes) for move in placements)
     parameters = nsmallest(8 - len(largest), named, key=lambda x: (-x[1], x[0]))
     raise PlanInfeasibleError(
         spec.name,
@@ -103,7 +102,7 @@ def _suggestions(
 ) -> Iterator[Fit]:
     """Yield arguments that would fit: the load takes ``needed`` of ``available`` device bytes."""
     spec, placements = share.spec, share.placements
-    sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
+    sizes = (move.kind.nbytes // _shrunk(move.kind) for move in placements)
     small = sum(spec.taken(sizes))
     small += needed - mine.resident_nbytes
     if spec.info.in_process and not mine.scratch_nbytes:
@@ -119,7 +118,7 @@ def _suggestions(
             yield Fit("context", f"={context}")
     if not spec.alone and len({spec.budget_nbytes for spec in specs.values()}) == 1:
         count = smallest_count(
-            list(map(Item, plan.placements.names, plan.placements.resident_nbytes)),
+            [Item(move.name, move.resident_nbytes) for move in plan.placements],
             max(available - mine.scratch_nbytes, 0),
             cache=cache.layers if cache is not None else (),
         )
@@ -139,9 +138,9 @@ def _why_new(mine: DevicePlan) -> str:
     )
 
 
-def _shrunk(placement: Placement) -> int:
+def _shrunk(kind: Kind) -> int:
     """Return how many times smaller a parameter is in float16: 1 if it is quantized."""
-    return 1 if placement.coding is not None else _shrink(placement.dst)
+    return 1 if kind.coding is not None else _shrink(kind.dst)
 
 
 def _shrink(dtype: DType) -> int:

@@ -17,8 +17,8 @@ from streamload.devices.allocators import (
 )
 from streamload.files.local import BOUNCE_NBYTES, EXACT_NBYTES
 from streamload.planning.cache_room import CacheRoom
+from streamload.planning.moves import HOST_CASTS, Kind, Moves
 from streamload.planning.partition import Part
-from streamload.planning.placement import HOST_CASTS, Placement, Placements
 from streamload.planning.plan import (
     BATCH_UNITS,
     BULK_NBYTES,
@@ -61,7 +61,7 @@ class DeviceShare:
     """
 
     spec: DeviceSpec
-    placements: Placements
+    placements: Moves
     all_first: bool = False
 
     @cached_property
@@ -69,10 +69,10 @@ class DeviceShare:
         """Memory of the parameters during the load: at the beginning and at the peak."""
         spec, placements = self.spec, self.placements
         budget_nbytes = max(spec.budget_nbytes, 0)
-        total = sum(placements.resident_nbytes)
+        total = placements.resident_nbytes
         if placements.all_new:  # no old parameters
             return Timeline(0, total, total > budget_nbytes)
-        rows = list(zip(placements.kinds, placements.resident_nbytes, strict=True))
+        rows = [(move.kind, move.resident_nbytes) for move in placements]
         stays = [resident for kind, resident in rows if kind.action == "in_place"]
         goes = [kind.released_nbytes for kind, _ in rows]
         held = sum(stays) + sum(goes)
@@ -116,9 +116,8 @@ class DeviceShare:
             grown = parameters.peak_nbytes - parameters.held_nbytes
             return max(grown + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
         if placements.all_new:
-            return sum(placements.resident_nbytes)
-        columns = (placements.kinds, placements.resident_nbytes, placements.reusable_nbytes)
-        rows = list(zip(*columns, strict=True))
+            return placements.resident_nbytes
+        rows = [move[2:] for move in placements]
         replaced = [reusable for kind, _, reusable in rows if kind.released_nbytes]
         now = peak = -sum(replaced) if parameters.release_first else 0
         for kind, resident, reusable in rows:
@@ -139,7 +138,7 @@ class DeviceShare:
 
     @cached_property
     def casts(self) -> Set[str]:
-        """The different values of `Placement.cast` on the device."""
+        """The different values of `Kind.cast` on the device."""
         return {p.cast for p, _ in self.placements.counted}
 
     @cached_property
@@ -151,24 +150,23 @@ class DeviceShare:
         )
 
     @cached_property
-    def own_casts(self) -> Sequence[tuple[Placement, int]]:
+    def own_casts(self) -> Sequence[tuple[Kind, int]]:
         """(placement, count) of each kind of parameter that the device's cast kernels cast."""
         cast = ((p, n) for p, n in self.placements.counted if p.cast == "device")
         return [*cast] if self.spec.casts else []
 
     @cached_property
-    def _changed(self) -> Sequence[Placement]:
-        some = any(p.changes for p, _ in self.placements.counted)
-        return [p for p in self.placements if p.changes] if some else []
+    def _changed(self) -> Sequence[Kind]:
+        return [p for p, _ in self.placements.counted if p.changes]
 
     @cached_property
-    def _packed(self) -> Sequence[Placement]:
+    def _packed(self) -> Sequence[Kind]:
         return [p for p, _ in self.placements.counted if p.scales_nbytes]
 
     @cached_property
-    def _whole(self) -> Sequence[Placement]:
-        some = any(p.coding for p, _ in self.placements.counted)
-        return [p for p in self.placements if p.coding and not p.coding.part] if some else []
+    def _whole(self) -> Sequence[Kind]:
+        counted = self.placements.counted
+        return [p for p, _ in counted if p.coding and not p.coding.part]
 
     @cached_property
     def row_nbytes(self) -> int:
@@ -194,7 +192,7 @@ class DeviceShare:
         return whole or any(p.strided for p in self._packed)
 
     @cached_property
-    def _statistics(self) -> Sequence[tuple[Placement, int, int]]:
+    def _statistics(self) -> Sequence[tuple[Kind, int, int]]:
         """(placement, host bytes, count) of each kind of parameter that the device does not cast.
 
         They are for scales (to dequantize) or block maxima (to quantize), until the tensor is done.
@@ -272,11 +270,11 @@ class DeviceShare:
         spec, placements = self.spec, self.placements
         reusable = self.timeline.held_nbytes
         if spec.info.in_process and not placements.all_new:
-            reusable = sum(placements.reusable_nbytes)
+            reusable = sum(move.reusable_nbytes for move in placements)
         return DevicePlan(
             device=spec.name,
             budget_nbytes=spec.budget_nbytes,
-            resident_nbytes=sum(placements.resident_nbytes),
+            resident_nbytes=placements.resident_nbytes,
             scratch_nbytes=scratch_nbytes,
             peak_nbytes=self.timeline.peak_nbytes + scratch_nbytes,
             fresh_nbytes=self.fresh_nbytes + scratch_nbytes,
@@ -348,7 +346,7 @@ def fit(
     return replace(plan, devices=tuple(devices), host_nbytes=host)
 
 
-def _widest(p: Placement) -> int:
+def _widest(p: Kind) -> int:
     """Return the bytes of an element, in the file or as placed, whichever is more."""
     return max(p.src.itemsize, p.dst.itemsize)
 
@@ -415,7 +413,7 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
     return scratch, host if on_host else host + own
 
 
-def least_read_nbytes(placements: Placements) -> int:
+def least_read_nbytes(placements: Moves) -> int:
     """Return the least host bytes of a load that casts and reads files, 0 for small checkpoints.
 
     Files that are planned to be mapped may have to be read if little memory is free. All plans that
@@ -426,12 +424,11 @@ def least_read_nbytes(placements: Placements) -> int:
     return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
 
 
-def _in_shared_blocks(placements: Placements) -> tuple[list[int], list[int]]:
+def _in_shared_blocks(placements: Moves) -> tuple[list[int], list[int]]:
     """Return sizes of small old parameters, which share CUDA's blocks: (kept, released)."""
     if placements.all_new:
         return [], []
-    rows = zip(placements.kinds, placements.resident_nbytes, strict=True)
-    kept = [resident for kind, resident in rows if kind.action == "in_place"]
-    released = [kind.released_nbytes for kind in placements.kinds]
+    kept = [move.resident_nbytes for move in placements if move.kind.action == "in_place"]
+    released = [move.kind.released_nbytes for move in placements]
     small = range(1, DRIVER_SHARED_NBYTES + 1)
     return [n for n in kept if n in small], [n for n in released if n in small]

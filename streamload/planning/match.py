@@ -31,7 +31,7 @@ from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter, Swap
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.planning.blocks import cut
-from streamload.planning.placement import Placements
+from streamload.planning.moves import Moves
 from streamload.planning.quant_policy import QuantPolicy, coded_want, no_holder, quantised
 from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import (
@@ -267,9 +267,9 @@ class Match:
         """
         wants = TensorRequests.of(checkpoint, self.wants)
         kept = {
-            name: src.nbytes(math.prod(shape))
-            for name, shape, src in zip(wants.names, wants.shapes, wants.srcs, strict=True)
-            if name in formats and name not in swap.coded
+            want.name: src.nbytes(math.prod(want.shape))
+            for want, src in zip(wants, wants.srcs, strict=True)
+            if want.name in formats and want.name not in swap.coded
         }
         if not formats and not coded:
             return ["nothing is quantised: no weight of a layer is meant by quant="]
@@ -332,10 +332,10 @@ class Match:
         if problems:
             raise StateDictMismatchError(checkpoint.path, problems=problems)
 
-    def check_views(self, path: Location, placements: Placements) -> None:
+    def check_views(self, path: Location, moves: Moves) -> None:
         """Raise StateDictMismatchError if a plan replaces a view's memory or moves a shard."""
         problems = []
-        for name, kind in zip(placements.names, placements.kinds, strict=True):
+        for name, _, kind, *_ in moves:
             p = self.parameters.get(name)  # auxiliary parts may be to come
             if p is not None and kind.action != "in_place" and p.fixed:
                 problems.append(

@@ -27,7 +27,7 @@ from streamload.errors import printed
 from streamload.files.local import ResolvedKind
 from streamload.files.page_cache import PageCacheKind
 from streamload.planning.kv_cache import CacheRequest
-from streamload.planning.placement import Placement, Placements
+from streamload.planning.moves import Kind, Move, Moves
 
 #: Parts of a device's budget in a chart, from left to right.
 PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
@@ -204,7 +204,7 @@ class Plan:
     """
 
     path: str
-    placements: Placements
+    placements: Moves
     devices: tuple[DevicePlan, ...]
     host_nbytes: int
     host_budget_nbytes: int
@@ -354,7 +354,8 @@ class Plan:
 
     def to_json(self) -> str:
         """Write the plan as JSON; `Plan.from_json` reads it back equal."""
-        fields = _plain(self) | {"placements": list(self.placements)}
+        rows = [{name: getattr(p, name) for name in _FACTS} for p in self.placements]
+        fields = _plain(self) | {"placements": rows}
         fields["token_nbytes"] = self.token_nbytes
         return json.dumps(fields, default=_plain, separators=(",", ":"))
 
@@ -368,23 +369,7 @@ class Plan:
         try:
             data = parse_json(text)
             data.pop("token_nbytes", None)  # the sum over devices
-            data["placements"] = Placements.of(
-                Placement(
-                    **p
-                    | {
-                        "shape": tuple(p["shape"]),
-                        "src": _dtype(p["src"]),
-                        "dst": BY_NAME[p["dst"]],
-                        "source": tuple(
-                            RowRange(n, i, j, Columns(*c) if c else None)
-                            for n, i, j, c in p["source"]
-                        ),
-                        "transpose": RowTranspose(*p["transpose"]) if p["transpose"] else None,
-                        "coding": _coding(p["coding"]) if p.get("coding") else None,
-                    }
-                )
-                for p in data["placements"]
-            )
+            data["placements"] = Moves(map(_move, data["placements"]))
             data["devices"] = tuple(
                 DevicePlan(**d | {"layers": tuple(d["layers"]) if d["layers"] else None})
                 for d in data["devices"]
@@ -398,6 +383,30 @@ class Plan:
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error}") from error
+
+
+# The facts of a move in JSON, in this order.
+_FACTS = (
+    *("name", "device", "shape", "src", "dst", "source", "transpose", "action", "cast"),
+    *("resident_nbytes", "released_nbytes", "reusable_nbytes"),
+    *("coding", "scales_nbytes", "there_nbytes", "stored"),
+)
+
+
+def _move(found: dict[str, Any]) -> Move:
+    facts = found | {
+        "shape": tuple(found["shape"]),
+        "src": _dtype(found["src"]),
+        "dst": BY_NAME[found["dst"]],
+        "transpose": RowTranspose(*found["transpose"]) if found["transpose"] else None,
+        "coding": _coding(found["coding"]) if found.get("coding") else None,
+    }
+    rows = ((n, i, j, Columns(*c) if c else None) for n, i, j, c in facts.pop("source"))
+    source = tuple(RowRange(*each) for each in rows)
+    sizes = facts.pop("resident_nbytes"), facts.pop("reusable_nbytes", 0)
+    name, count = facts.pop("name"), sum(r.stop - r.start for r in source)
+    strided = any(r.columns is not None for r in source)
+    return Move(name, source, Kind(**facts, rows=count, strided=strided), *sizes)
 
 
 def _plain(value: Any) -> Any:

@@ -6,11 +6,12 @@ The same checkpoint and specs give the same plan on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
-from typing import Any, Literal
+from itertools import repeat
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, NamedTuple
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.cast_table import cast_engine, supported
@@ -19,7 +20,7 @@ from streamload.codecs.llvm import lack
 from streamload.codecs.stored import check_cast, together
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
-from streamload.core.tensors import first_byte
+from streamload.core.tensors import TensorInfo, first_byte
 from streamload.core.units import round_up
 from streamload.devices.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES
 from streamload.errors import ResidenceError, UnsupportedCastError
@@ -28,8 +29,8 @@ from streamload.planning.cuts import Need
 from streamload.planning.feasible import check
 from streamload.planning.fit import DeviceShare, fit
 from streamload.planning.kv_cache import KvCache
+from streamload.planning.moves import Action, Kind, Move, Moves, rows_of
 from streamload.planning.partition import Item, Node, Part, Unit, partition
-from streamload.planning.placement import Action, Placement, Placements
 from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.tokens import token_nbytes
@@ -89,13 +90,12 @@ def make_plan(request: PlanRequest) -> Plan:
     parts, wants, where = assign(checkpoint, wants, devices, policy, request.tied, by_layer)
     if room is not None:
         room = room.placed(checkpoint, wants, where, policy)
-    placements = _place(request, wants, where, notes)
-    placements = _allocated(_settled(placements, specs, notes), specs)
+    moves = _allocated(_settled(_place(request, wants, where, notes), specs, notes), specs)
     kept = room.request if room is not None else None
-    draft = replace(request.draft, placements=placements, notes=tuple(notes), cache=kept)
-    shares = [DeviceShare(spec, placements.on(spec.name)) for spec in devices]
+    draft = replace(request.draft, placements=moves, notes=tuple(notes), cache=kept)
+    shares = [DeviceShare(spec, moves.on(spec.name)) for spec in devices]
     plan = fit(draft, shares, parts, room)
-    read = token_nbytes(checkpoint, placements)
+    read = token_nbytes(checkpoint, moves)
     mine = (replace(d, token_nbytes=read.get(d.device, 0)) for d in plan.devices)
     plan = replace(plan, devices=tuple(mine))
     check(plan, shares, room, request.host_limit)
@@ -107,166 +107,193 @@ def _place(
     wants: TensorRequests,
     where: Sequence[str],
     notes: dict[str, None],
-) -> Placements:
-    """Return the placements of requests, in the order of the files; appends to ``notes``.
+) -> Moves:
+    """Return the moves of requests, in the order of the files; appends to ``notes``.
 
-    ``where`` names the device of each request. Requests that are equal but for name, source and
-    sizes share one `Placement` as their kind.
+    ``where`` names the device of each request.
     """
-    checkpoint = request.checkpoint
+    checkpoint, infos = request.checkpoint, wants.infos
     specs = {spec.name: spec for spec in request.devices}
     native = {specs[name].native_bf16 for name in set(where)}
     dsts = wants.dsts(request.dtype, True in native)
     if len(native) > 1:
         other = wants.dsts(request.dtype, False)
         dsts = [(dsts if specs[name].native_bf16 else other)[at] for at, name in enumerate(where)]
-    changed = [False] * len(wants)
-    if request.changed:
-        changed = [any(r.tensor in request.changed for r in rows) for rows in wants.sources]
-    mapped = _mapped(request, wants, where, dsts, changed)
-    stored = checkpoint.stored  # blocks that are no floats of this load
-    kept = [
-        stored[info.name].kind if info.name in stored and not src.is_packed else ""
-        for info, src in zip(wants.infos, wants.srcs, strict=True)
-    ]
-    scales = _scales_nbytes(checkpoint, wants)
-    there = _there_nbytes(wants)
-    keys = list(
-        zip(
-            *(map(id, wants.srcs), map(id, dsts)),
-            *(where, wants.shapes, wants.transposes, wants.held, wants.codings),
-            *(mapped, changed, scales, there, kept),
-            strict=True,
-        )
-    )
-    kinds: dict[Any, Placement] = {}
-    doubtful = set()
+    shards = checkpoint.shard_numbers(infos).tolist()
+    facts: Iterable[_Facts | None] = repeat(None)
+    plain = request.residence == "memory" and not (request.changed or checkpoint.stored)
+    if not plain or wants.any_packed or any(map(attrgetter("coding"), wants)):
+        each = zip(wants, infos, dsts, where, shards, strict=True)
+        facts = [_facts(request, w, i, dst, specs[name], n) for w, i, dst, name, n in each]
+    # in C where all are whole tensors: a load may have very many
+    sources = list(map(attrgetter("source"), wants))
+    firsts = [source[0] for source in sources]
+    starts, stops, columns = (map(attrgetter(f), firsts) for f in ("start", "stop", "columns"))
+    whole = max(map(len, sources), default=1) == 1 and not (any(starts) or any(columns))
+    reads: Iterable[object] = stops if whole else ((w.rows, w.strided) for w in wants)
+    # those with one key share a kind; dtypes by id: their own hash takes ten times as long
+    own = map(attrgetter("shape", "transpose", "held", "coding"), wants)
+    keys = list(zip(map(id, wants.srcs), map(id, dsts), where, own, reads, facts, strict=False))
+    kinds: dict[Any, tuple[Kind, int, int]] = {}
+    found: list[tuple[Kind, int, int]] = []
+    doubtful = set[int]()
     for at, key in enumerate(keys):
-        if key in kinds:
-            continue
-        spec, coding = specs[where[at]], wants.codings[at]
-        if coding is not None:
-            on_device = spec.casts and coding.device_parts is not None
-            cast = "part" if coding.part else "device" if on_device else "quant"
-        elif spec.casts and there[at]:
-            cast = "device"
-        elif mapped[at] or changed[at]:
-            cast = "mapped" if mapped[at] else "rows"
-        else:
-            cast = _engine(request, wants.srcs[at], dsts[at], spec, notes)
-        kinds[key] = kind = replace(
-            _kind(wants[at], wants.srcs[at], dsts[at], spec, cast),
-            stored=kept[at],
-            scales_nbytes=scales[at],
-            there_nbytes=there[at] if cast == "device" else 0,
-        )
-        is_cast = coding is None and kind.src is not kind.dst
-        small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
-        if kind.dst.name in spec.info.unsupported or kind.dst.is_packed or (is_cast and small):
-            doubtful.add(key)
-    for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
-        kind = kinds[keys[at]]
-        _check_dtypes(checkpoint, wants[at], kind.src, kind.dst, specs[where[at]])
-    places = _first_bytes(checkpoint, wants)
-    order = sorted(range(len(keys)), key=places.__getitem__)  # stable
-    found = [kinds[key] for key in keys]
-    resident = [kind.resident_nbytes for kind in found]
-    reusable = [
-        nbytes if nbytes is not None and kind.reusable_nbytes else kind.reusable_nbytes
-        for kind, nbytes in zip(found, wants.reusable_nbytes, strict=True)
-    ]
-    return Placements(found, wants.names, wants.sources, resident, reusable).chosen(order)
+        same = kinds.get(key)
+        if same is None:
+            want, src, dst, spec = wants[at], wants.srcs[at], dsts[at], specs[where[at]]
+            same = kinds[key] = _kind(request, want, src, dst, spec, key[-1] or _PLAIN, notes)
+            is_cast = want.coding is None and src is not dst
+            small = src.bits <= 8 or not supported(src, dst)  # the small have scales
+            if dst.name in spec.info.unsupported or dst.is_packed or (is_cast and small):
+                doubtful.add(id(same[0]))
+        found.append(same)
+    for want, (kind, *_) in zip(wants, found, strict=True) if doubtful else ():
+        if id(kind) in doubtful:
+            _check_dtypes(checkpoint, want, kind, specs[kind.device])
+    reusable: Iterable[int] = map(itemgetter(2), found)
+    if any(nbytes for *_, nbytes in kinds.values()):
+        given = zip((want.reusable_nbytes for want in wants), reusable, strict=True)
+        reusable = (most if nbytes is None or not most else nbytes for nbytes, most in given)
+    resident = map(itemgetter(1), found)
+    own_kinds = map(itemgetter(0), found)
+    moves = Moves(rows_of(Move, wants.names, sources, own_kinds, resident, reusable))
+    places = list(zip(shards, map(attrgetter("start"), infos), strict=True))
+    number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
+    for at, source in enumerate(sources) if not whole else ():
+        if len(source) > 1 or source[0].start or source[0].columns:
+            parts = [(checkpoint.tensors[r.tensor], r) for r in source]
+            places[at] = min((number_of[part.shard], first_byte(part, r)) for part, r in parts)
+    return moves.chosen(sorted(range(len(moves)), key=places.__getitem__))  # stable
 
 
-def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[int]:
-    """Return the host bytes of each request's scales while it is dequantized; 0 without scales."""
-    if not wants.any_packed:
-        return [0] * len(wants)
-    found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
-    return [sum(scales_nbytes(i.group) for i in each if isinstance(i, Packed)) for each in found]
+class _Facts(NamedTuple):
+    """What is decided of a request besides its dtype; see `Kind`."""
+
+    mapped: bool
+    changed: bool
+    stored: str
+    scales_nbytes: int
+    there_nbytes: int
 
 
-def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
-    """Return the bytes of each request's scales on a device that (de)quantizes it; 0 without.
-
-    A device dequantizes only tensors that are read in one piece, in order.
-    """
-    found = [0] * len(wants)
-    if not wants.any_packed and not any(wants.codings):
-        return found
-    for at, (info, coding) in enumerate(zip(wants.infos, wants.codings, strict=True)):
-        if coding is not None and coding.nests and not coding.part:
-            found[at] = round_up(coding.statistics_nbytes, 8)
-        if not isinstance(info, Packed) or coding is not None:
-            continue
-        rows, *more = wants.sources[at]
-        t = wants.transposes[at]
-        by_element = t is None or (t.rows == math.prod(wants.shapes[at]) and not rows.start)
-        if by_element and not more and rows.columns is None and info.numel <= MOST_NUMEL:
-            found[at] = there_nbytes(info.group)
-    return found
+_PLAIN = _Facts(False, False, "", 0, 0)
 
 
-def _mapped(
+def _facts(
     request: PlanRequest,
-    wants: TensorRequests,
-    where: Sequence[str],
-    dsts: Sequence[DType],
-    changed: Sequence[bool],
-) -> Sequence[bool]:
-    """Return whether each request becomes a view on its file; ResidenceError if "mapped" fails."""
-    if request.residence == "memory":
-        return [False] * len(wants)
-    out = []
-    shards = request.checkpoint.shard_numbers(wants.infos).tolist()
-    specs = {spec.name: spec for spec in request.devices}
-    for at, (info, dst, name) in enumerate(zip(wants.infos, dsts, where, strict=True)):
-        row, *others = wants.sources[at]
-        start = first_byte(info, row)
-        why = ""
-        if not specs[name].info.maps:
-            why = f"{name} does not compute on mapped files"
-        elif not request.mappable[shards[at]]:
-            why = "the file is not on this machine"
-        elif info.stop > request.checkpoint.shards[shards[at]].file_nbytes:
-            why = "its elements do not follow each other in the file"
-        elif changed[at]:
-            why = "its values change on the way"
-        elif wants.codings[at] is not None:
-            why = "it is quantised on the way"
-        elif wants.fixed[at]:
-            why = wants.fixed[at]
-        elif others or row.columns is not None or wants.transposes[at] is not None:
-            why = "its rows do not follow each other in the file"
-        elif info.dtype is not dst:
-            why = f"{info.dtype} becomes {dst}"
-        elif dst.bits < 8 or start % dst.itemsize:
-            why = f"its bytes begin at {start}, no multiple of the {dst.bits} bits of {dst}"
-        empty = not math.prod(wants.shapes[at])
-        if why and request.residence == "mapped" and not empty:
-            raise ResidenceError(wants.names[at], info.shard, why)
-        out.append(not why and not empty)
-    return out
+    want: TensorRequest,
+    info: TensorInfo,
+    dst: DType,
+    spec: DeviceSpec,
+    shard: int,
+) -> _Facts:
+    """Return the facts of one request, whose first tensor is in this shard, given by number."""
+    checkpoint, coding = request.checkpoint, want.coding
+    changed = any(r.tensor in request.changed for r in want.source)
+    stored = checkpoint.stored.get(info.name)  # blocks that are no floats of this load
+    scales = there = 0
+    if coding is not None and coding.nests and not coding.part:
+        there = round_up(coding.statistics_nbytes, 8)
+    if info.dtype.is_packed:
+        infos = (checkpoint.tensors[r.tensor] for r in want.source)
+        scales = sum(scales_nbytes(each.group) for each in infos if isinstance(each, Packed))
+    if isinstance(info, Packed) and coding is None:
+        # a device dequantizes only tensors that are read in one piece, in order
+        rows, *more = want.source
+        t = want.transpose
+        by_element = t is None or (t.rows == math.prod(want.shape) and not rows.start)
+        if by_element and not more and rows.columns is None and info.numel <= MOST_NUMEL:
+            there = there_nbytes(info.group)
+    return _Facts(
+        request.residence != "memory"
+        and _is_mapped(request, want, info, dst, spec, shard, changed),
+        changed,
+        stored.kind if stored is not None and not info.dtype.is_packed else "",
+        scales,
+        there,
+    )
 
 
-def _kind(want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec, cast: str) -> Placement:
-    """Return the placement that requests like ``want`` share; ``cast``: as in `Placement.cast`."""
+def _is_mapped(
+    request: PlanRequest,
+    want: TensorRequest,
+    info: TensorInfo,
+    dst: DType,
+    spec: DeviceSpec,
+    shard: int,
+    changed: bool,
+) -> bool:
+    """Return whether a request becomes a view on its file; ResidenceError if "mapped" fails."""
+    row, *others = want.source
+    start = first_byte(info, row)
+    why = ""
+    if not spec.info.maps:
+        why = f"{spec.name} does not compute on mapped files"
+    elif not request.mappable[shard]:
+        why = "the file is not on this machine"
+    elif info.stop > request.checkpoint.shards[shard].file_nbytes:
+        why = "its elements do not follow each other in the file"
+    elif changed:
+        why = "its values change on the way"
+    elif want.coding is not None:
+        why = "it is quantised on the way"
+    elif want.fixed:
+        why = want.fixed
+    elif others or row.columns is not None or want.transpose is not None:
+        why = "its rows do not follow each other in the file"
+    elif info.dtype is not dst:
+        why = f"{info.dtype} becomes {dst}"
+    elif dst.bits < 8 or start % dst.itemsize:
+        why = f"its bytes begin at {start}, no multiple of the {dst.bits} bits of {dst}"
+    empty = not math.prod(want.shape)
+    if why and request.residence == "mapped" and not empty:
+        raise ResidenceError(want.name, info.shard, why)
+    return not why and not empty
+
+
+def _kind(
+    request: PlanRequest,
+    want: TensorRequest,
+    src: DType,
+    dst: DType,
+    spec: DeviceSpec,
+    facts: _Facts,
+    notes: dict[str, None],
+) -> tuple[Kind, int, int]:
+    """Return the kind of moves for requests like ``want``; appends to ``notes``.
+
+    Also returns the bytes that each takes of the device alone, and those it can take over.
+    """
+    coding, mapped = want.coding, facts.mapped
+    if coding is not None:
+        on_device = spec.casts and coding.device_parts is not None
+        cast = "part" if coding.part else "device" if on_device else "quant"
+    elif spec.casts and facts.there_nbytes:
+        cast = "device"
+    elif mapped or facts.changed:
+        cast = "mapped" if mapped else "rows"
+    else:
+        cast = _engine(request, src, dst, spec, notes)
     dst_nbytes = dst.nbytes(math.prod(want.shape))
-    mapped = cast == "mapped"
     resident = 0 if mapped else spec.resident(dst_nbytes)
     action: Action = "new"
     released = reusable = 0
     if want.held is not None:
-        where, what, nbytes = want.held
-        reusable = nbytes if where == spec.name else 0
-        if (where, what, nbytes) == (spec.name, dst.name, dst_nbytes) and not mapped:
+        device, what, nbytes = want.held
+        reusable = nbytes if device == spec.name else 0
+        if (device, what, nbytes) == (spec.name, dst.name, dst_nbytes) and not mapped:
             action, resident = "in_place", _as_given(resident, spec)
         else:
             action, released = "replace", _as_given(reusable, spec)
-    return Placement(
-        *("", spec.name, want.shape, src, dst, (), want.transpose),
-        *(action, cast, resident, released, reusable, want.coding),
+    kind = Kind(
+        *(spec.name, want.shape, src, dst, want.rows, want.transpose, action, cast, released),
+        coding,
+        facts.scales_nbytes,
+        facts.there_nbytes if cast == "device" else 0,
+        facts.stored,
+        want.strided,
     )
+    return kind, resident, reusable
 
 
 def _as_given(nbytes: int, spec: DeviceSpec) -> int:
@@ -279,67 +306,54 @@ def _as_given(nbytes: int, spec: DeviceSpec) -> int:
     return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
 
 
-def _first_bytes(checkpoint: Checkpoint, wants: TensorRequests) -> list[tuple[int, int]]:
-    """Return (shard number, file byte) at which reading each request begins."""
-    shards = checkpoint.shard_numbers(wants.infos).tolist()
-    places = list(zip(shards, map(attrgetter("start"), wants.infos), strict=True))
-    number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
-    for at, source in enumerate(wants.sources):
-        if len(source) > 1 or source[0].start or source[0].columns:
-            parts = [(checkpoint.tensors[r.tensor], r) for r in source]
-            places[at] = min((number_of[info.shard], first_byte(info, r)) for info, r in parts)
-    return places
-
-
-def _settled(
-    placements: Placements, specs: Mapping[str, DeviceSpec], notes: dict[str, None]
-) -> Placements:
-    """Return placements that replace all parameters of a device if only that fits its budget.
+def _settled(moves: Moves, specs: Mapping[str, DeviceSpec], notes: dict[str, None]) -> Moves:
+    """Return moves that replace all parameters of a device if only that fits its budget.
 
     An allocator with segments frees no segment in which a tensor stays, nor does CUDA's driver free
     a block that small tensors share. So writing some parameters in place may need more memory.
     """
     for name, spec in specs.items():
-        mine = [kind for kind, _ in placements.counted if kind.device == name]
-        kept = {id(kind): kind for kind in mine if kind.action == "in_place"}
-        released = any(kind.released_nbytes for kind in mine)
-        if spec.info.allocator == "exact" or not kept or not released:
+        mine = [kind for kind, _ in moves.counted if kind.device == name]
+        kept = [kind for kind in mine if kind.action == "in_place"]
+        is_mixed = bool(kept) and any(kind.released_nbytes for kind in mine)
+        if spec.info.allocator == "exact" or not is_mixed:
             continue
-        mixed = DeviceShare(spec, _allocated(placements.on(name), specs))
+        mixed = DeviceShare(spec, _allocated(moves.on(name), specs))
         if mixed.timeline.peak_nbytes <= spec.budget_nbytes:
             continue
+        released = {id(move.kind): move.resident_nbytes for move in moves}
         instead = {
-            key: replace(
-                kind,
-                action="replace",
-                resident_nbytes=spec.resident(kind.nbytes),
-                released_nbytes=kind.resident_nbytes,
-            )
-            for key, kind in kept.items()
+            id(kind): replace(kind, action="replace", released_nbytes=released[id(kind)])
+            for kind in kept
         }
-        kinds = [instead.get(id(kind), kind) for kind in placements.kinds]
-        resident = [kind.resident_nbytes for kind in kinds]
-        placements = replace(placements, kinds=kinds, resident_nbytes=resident)
+        moves = Moves(
+            m._replace(kind=instead[id(m.kind)], resident_nbytes=spec.resident(m.kind.nbytes))
+            if id(m.kind) in instead
+            else m
+            for m in moves
+        )
         notes[f"{name}: all parameters are replaced, for not all can be written in place"] = None
-    return placements
+    return moves
 
 
-def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Placements:
-    """Return placements whose resident bytes are rounded as their devices' allocators do."""
-    resident = list(placements.resident_nbytes)
+def _allocated(moves: Moves, specs: Mapping[str, DeviceSpec]) -> Moves:
+    """Return moves whose resident bytes are rounded as their devices' allocators do."""
     for name, spec in specs.items():
         if spec.info.allocator == "exact":
             continue
         sizes = {
             id(kind): kind.nbytes
-            for kind, _ in placements.counted
+            for kind, _ in moves.counted
             if kind.device == name and kind.action != "in_place"
         }
-        kinds = enumerate(map(id, placements.kinds))
-        fresh = {at: sizes[kind] for at, kind in kinds if kind in sizes}
-        for at, nbytes in zip(fresh, spec.taken(fresh.values()), strict=True):
-            resident[at] = nbytes
-    return replace(placements, resident_nbytes=resident)
+        taken = spec.taken(sizes[id(m.kind)] for m in moves if id(m.kind) in sizes)
+        moves = Moves(
+            Move(m.name, m.source, m.kind, next(taken), m.reusable_nbytes)
+            if id(m.kind) in sizes
+            else m
+            for m in moves
+        )
+    return moves
 
 
 def assign(
@@ -356,9 +370,9 @@ def assign(
     ``cache`` (extra bytes by layer) and ``needs`` (least memory of a unit) are for `partition`.
     Returns the part of each device under a split; the parameters; each one's device name.
     """
-    if len(devices) == 1 or None not in wants.devices:
+    if len(devices) == 1 or all(want.device is not None for want in wants):
         name = devices[0].name
-        return {}, wants, [device or name for device in wants.devices]
+        return {}, wants, [want.device or name for want in wants]
     nbytes = dict(zip(wants.names, wants.nbytes(dtype), strict=True))
     fixed = [(want, want.device) for want in wants if want.device is not None]
     free = {want.name: want for want in wants if want.device is None}
@@ -380,7 +394,7 @@ def assign(
         assigned += [(free[each], part.node) for name in part.names for each in alike[name]]
         # a head whose embedding is on another device has a copy there, under its own name
         assigned += [
-            (replace(free[source], name=name, held=None), part.node)
+            (free[source]._replace(name=name, held=None), part.node)
             for name, source in part.tied
             if source in part.copies
         ]
@@ -389,10 +403,10 @@ def assign(
 
 
 def _check_dtypes(
-    checkpoint: Checkpoint, want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec
+    checkpoint: Checkpoint, want: TensorRequest, kind: Kind, spec: DeviceSpec
 ) -> None:
-    """Raise UnsupportedCastError if a parameter cannot be cast to ``dst`` or held in it there."""
-    name = want.source[0].tensor
+    """Raise UnsupportedCastError if a parameter cannot be cast as in ``kind``, or held there."""
+    name, src, dst = want.source[0].tensor, kind.src, kind.dst
     info = checkpoint.tensors[name]
     refused = partial(UnsupportedCastError, tensor=name, path=info.shard)
     if isinstance(info, Packed) and want.coding is None:

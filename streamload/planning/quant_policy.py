@@ -27,8 +27,8 @@ from streamload.core.units import format_bytes
 from streamload.errors import Fit, PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.dequantize import decoded_always, kept_kinds
 from streamload.planning.families import is_conv1d
+from streamload.planning.moves import Move
 from streamload.planning.partition import Item, units_of
-from streamload.planning.placement import Placement
 from streamload.planning.plan import Plan
 from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 
@@ -91,10 +91,10 @@ class QuantPolicy:
         return cls(tuple(rules.items()))
 
     @classmethod
-    def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
+    def of_plan(cls, moves: Iterable[Move]) -> QuantPolicy:
         """Return a policy with a plan's formats, for loads of parts of the same checkpoint."""
-        coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
-        return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
+        coded = ((m.source[0].tensor, m.kind.coding) for m in moves)
+        return cls(by_tensor={tensor: coding.format for tensor, coding in coded if coding})
 
     @classmethod
     def named(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
@@ -251,8 +251,8 @@ class QuantPolicy:
         layers: frozenset[str] | None = None
         already = checkpoint.members
         out: list[str | None] = []
-        for info, shape in zip(wants.infos, wants.shapes, strict=True):
-            name = info.name
+        for info, want in zip(wants.infos, wants, strict=True):
+            name, shape = info.name, want.shape
             pattern, found = self.rule(name) or ("", None)
             is_matrix = info.dtype.kind == "float" and len(shape) > 1 and 0 not in shape
             if not is_matrix or name in already or found == STORED:
@@ -281,8 +281,13 @@ def narrower(
     """
     if checkpoint.groups or checkpoint.stored or policy.alike not in (None, F32, F64):
         return None
-    tensors = checkpoint.tensors.values()
-    floats = {t.dtype for t in tensors if t.dtype.kind == "float" and not policy.mentions(t.name)}
+    tensors: Iterable[TensorInfo] = checkpoint.tensors.values()
+    if policy.rules:
+        every = any(pattern == "*" for pattern, _ in policy.rules)
+        tensors = () if every else (i for i in tensors if not policy.mentions(i.name))
+    # by id: a dtype's own hash takes ten times as long
+    dtypes = {id(info.dtype): info.dtype for info in tensors}.values()
+    floats = {dtype for dtype in dtypes if dtype.kind == "float"}
     stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     others = floats - {F32, F64}
     wanted = BF16 if BF16 in others or (stated == BF16.name and F16 not in others) else F16
@@ -322,7 +327,7 @@ def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
         )
     elif coded.transposed:
         turned = RowTranspose(1, coded.shape[1], coded.shape[0])
-    return replace(want, shape=coded.matrix, transpose=turned)
+    return want._replace(shape=coded.matrix, transpose=turned)
 
 
 def quantised(
@@ -360,7 +365,7 @@ def quantised(
         for each in parts:
             if (there := beside.get(each.name)) is not None:
                 held, reusable = there.held, there.reusable_nbytes
-                each = replace(each, device=there.device, held=held, reusable_nbytes=reusable)
+                each = each._replace(device=there.device, held=held, reusable_nbytes=reusable)
             out.append(each)
     if refused:
         raise leaving(refused, taken, policy)
@@ -432,9 +437,9 @@ def check_distinct(names: Collection[str], before: Collection[str]) -> None:
 def compile_encoders(wants: TensorRequests) -> None:
     """Compile the kernels that quantize, before the load begins."""
     some = {
-        (coding.format, coding.of_rows, src.name): (coding, src)
-        for coding, src in zip(wants.codings, wants.srcs, strict=True)
-        if coding is not None
+        (want.coding.format, want.coding.of_rows, src.name): (want.coding, src)
+        for want, src in zip(wants, wants.srcs, strict=True)
+        if want.coding is not None
     }
     for coding, src in some.values():
         encoder_of(coding, src)
@@ -467,7 +472,7 @@ def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> T
     is_such = format is not None and SCHEMES[format].transposes_conv1d and len(want.shape) == 2
     if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
         return want
-    return replace(want, shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
+    return want._replace(shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
 
 
 @cache
@@ -508,9 +513,8 @@ def parts_of(
         if part.suffix:  # not the codes: nothing is read for it
             at = replace(want.source[0], stop=want.source[0].start, columns=None)
             each = TensorRequest("", (), (at,), device=want.device, fixed=want.fixed)
-        yield replace(
-            each, name=part.name(want.name), shape=part.shape, dtype=part.dtype, coding=coding
-        )
+        name = part.name(want.name)
+        yield each._replace(name=name, shape=part.shape, dtype=part.dtype, coding=coding)
 
 
 def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantized:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import repeat
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.stored import kept_dtype
@@ -16,7 +18,7 @@ from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, 
 from streamload.core.units import format_bytes, round_up
 from streamload.devices.allocators import NO_OBJECTS, ObjectCosts, taken
 from streamload.devices.base import DeviceInfo
-from streamload.planning.table import Table
+from streamload.planning.moves import Rows, rows_of
 
 
 def kept_free(nbytes: int) -> str:
@@ -154,8 +156,7 @@ class DTypePolicy:
         return src
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRequest:
+class TensorRequest(NamedTuple):
     """One parameter to load: its source, and the model's demands.
 
     Attributes:
@@ -180,71 +181,63 @@ class TensorRequest:
     coding: Coding | None = None
     fixed: str = ""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRequests(Table[TensorRequest]):
-    """Parameters to load, in columns: the fields of `TensorRequest`, and their tensors.
-
-    Attributes:
-        infos: the first tensor in the source of each parameter.
-        srcs: the stored dtype of each.
-        any_packed: whether some are dequantized during the load.
-    """
-
-    infos: Sequence[TensorInfo]
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    sources: Sequence[tuple[RowRange, ...]]
-    transposes: Sequence[RowTranspose | None]
-    devices: Sequence[str | None]
-    held: Sequence[tuple[str, str, int] | None]
-    dtypes: Sequence[DType | None]
-    reusable_nbytes: Sequence[int | None]
-    codings: Sequence[Coding | None]
-    fixed: Sequence[str]
-    srcs: Sequence[DType] = field(init=False)
-    any_packed: bool = field(init=False)
-    _dsts: dict[tuple[DTypePolicy, bool], Sequence[DType]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        srcs = list(map(attrgetter("dtype"), self.infos))
-        kinds = dict(zip(map(id, srcs), srcs, strict=True))
-        object.__setattr__(self, "srcs", srcs)
-        object.__setattr__(self, "any_packed", any(src.is_packed for src in kinds.values()))
+    @property
+    def rows(self) -> int:
+        """Number of rows of the source."""
+        return sum(r.stop - r.start for r in self.source)
 
     @property
-    def _columns(self) -> tuple[Sequence[Any], ...]:
-        return (
-            *(self.infos, self.names, self.shapes, self.sources, self.transposes, self.devices),
-            *(self.held, self.dtypes, self.reusable_nbytes, self.codings, self.fixed),
-        )
+    def strided(self) -> bool:
+        """Whether only some columns of the source's rows are read."""
+        return self.source[0].columns is not None
 
-    def row(self, at: int) -> TensorRequest:
-        """Return the `TensorRequest` of index ``at``."""
-        return TensorRequest(*(column[at] for column in self._columns[1:]))
+
+class TensorRequests(Rows[TensorRequest]):
+    """Parameters to load, and the first tensor in the source of each."""
+
+    infos: Sequence[TensorInfo]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, rows: Sequence[TensorRequest]) -> TensorRequests:
-        """Return requests in columns; members of quantized weights keep their dtype."""
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        rows: Sequence[TensorRequest],
+        infos: Sequence[TensorInfo] | None = None,
+    ) -> TensorRequests:
+        """Return requests with their tensors; members of quantized weights keep their dtype."""
         if isinstance(rows, TensorRequests):
             return rows
-        columns: list[Any] = [list(map(attrgetter(f), rows)) for f in TensorRequest.__slots__]
-        tensors = checkpoint.tensors
-        infos = [tensors[row.source[0].tensor] for row in rows]
-        at = TensorRequest.__slots__.index("dtype")
-        columns[at] = _with_kept(checkpoint, infos, columns[at])
-        return cls(infos, *columns)
+        infos = infos or [checkpoint.tensors[row.source[0].tensor] for row in rows]
+        if members := checkpoint.members:
+            kept = [kept_dtype(members, info) for info in infos]
+            each = zip(rows, kept, strict=True)
+            rows = [row._replace(dtype=dtype) if dtype else row for row, dtype in each]
+        made = cls(rows)
+        made.infos = infos
+        return made
 
     @classmethod
     def every(cls, checkpoint: Checkpoint) -> TensorRequests:
         """Return a request for every tensor of a checkpoint, under its own name."""
         infos = tuple(checkpoint.tensors.values())
-        names, shapes = ([*map(attrgetter(f), infos)] for f in ("name", "shape"))
-        none = [None] * len(infos)
-        sources = list(zip(all_rows(infos), strict=True))
-        dtypes = _with_kept(checkpoint, infos, none)
-        empty = [""] * len(infos)
-        return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none, empty)
+        names, shapes = (list(map(attrgetter(field), infos)) for field in ("name", "shape"))
+        rest = map(repeat, TensorRequest._field_defaults.values())
+        rows = [*rows_of(TensorRequest, names, shapes, zip(all_rows(infos)), *rest)]
+        return cls.of(checkpoint, rows, infos)
+
+    @cached_property
+    def srcs(self) -> Sequence[DType]:
+        """The stored dtype of each."""
+        return [info.dtype for info in self.infos]
+
+    @cached_property
+    def any_packed(self) -> bool:
+        """Whether some are dequantized during the load."""
+        return any(src.is_packed for src in {id(src): src for src in self.srcs}.values())
+
+    @cached_property
+    def _dsts(self) -> dict[tuple[DTypePolicy, bool], Sequence[DType]]:
+        return {}
 
     def dsts(self, policy: DTypePolicy, native_bf16: bool) -> Sequence[DType]:
         """Return each parameter's dtype on a device; ``native_bf16``: it computes in bfloat16."""
@@ -256,7 +249,8 @@ class TensorRequests(Table[TensorRequest]):
                 known = dict(zip(map(id, self.srcs), self.srcs, strict=True))
                 to = {key: policy.resolve("", src, native_bf16) for key, src in known.items()}
                 resolved = [to[id(src)] for src in self.srcs]
-            found = [asked or dst for asked, dst in zip(self.dtypes, resolved, strict=True)]
+            asked = list(map(attrgetter("dtype"), self))
+            found = [dtype or dst for dtype, dst in zip(asked, resolved, strict=True)]
             self._dsts[policy, native_bf16] = found
         return found
 
@@ -264,12 +258,12 @@ class TensorRequests(Table[TensorRequest]):
         self, policy: DTypePolicy, native_bf16: bool, device: str | None = None
     ) -> list[tuple[DType, DType]]:
         """Return the distinct (src, dst) dtypes of casts; ``device``: only of parameters for it."""
-        dsts = self.dsts(policy, native_bf16)
-        rows = zip(self.srcs, dsts, self.devices, self.codings, strict=True)
+        rows = zip(self.srcs, self.dsts(policy, native_bf16), self, strict=True)
         pairs = {
             (src.name, dst.name): (src, dst)
-            for src, dst, on, coding in rows
-            if src is not dst and coding is None and (device is None or on is None or on == device)
+            for src, dst, row in rows
+            if src is not dst and row.coding is None
+            if device is None or row.device in (None, device)
         }
         return [pair for _, pair in sorted(pairs.items())]
 
@@ -280,14 +274,4 @@ class TensorRequests(Table[TensorRequest]):
     def nbytes(self, policy: DTypePolicy, native_bf16: bool = False) -> list[int]:
         """Return each parameter's bytes on a device; ``native_bf16``: it computes in bfloat16."""
         dsts = self.dsts(policy, native_bf16)
-        return [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, self.shapes, strict=True)]
-
-
-def _with_kept(
-    checkpoint: Checkpoint, infos: Sequence[TensorInfo], dtypes: Sequence[DType | None]
-) -> Sequence[DType | None]:
-    """Return the requested dtypes, but the stored dtype for tensors of quantized weights."""
-    if not checkpoint.members:
-        return dtypes
-    kept = (kept_dtype(checkpoint.members, info) for info in infos)
-    return [dtype or asked for dtype, asked in zip(kept, dtypes, strict=True)]
+        return [dst.nbytes(math.prod(w.shape)) for dst, w in zip(dsts, self, strict=True)]

@@ -17,8 +17,8 @@ from streamload.core.chart import Shown
 from streamload.core.tensors import RowRange
 from streamload.core.units import format_bytes, format_table
 from streamload.errors import NodeError, PlanInfeasibleError
+from streamload.planning.moves import Move
 from streamload.planning.partition import Item, Node, Part, Unit, ordered, partition, units_of
-from streamload.planning.placement import Placement
 from streamload.planning.plan import Plan
 from streamload.planning.slices import Mesh, Slices, sliced, sliced_shape, slices_at, slices_of
 from streamload.planning.sources import Source
@@ -103,7 +103,7 @@ class ClusterPlan(Shown):
     split: str
     shares: tuple[Share, ...]
     rank: int
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, Move]
     first_slices: Mapping[str, Slices] = field(default_factory=dict)
 
     @property
@@ -123,9 +123,10 @@ class ClusterPlan(Shown):
             shares.append([s.node, *sizes, s.part, s.parts, first, *names])
         sources = [
             [
-                *(p.name, p.shape, p.src.name, p.dst.name),
+                *(p.name, p.kind.shape, p.kind.src.name, p.kind.dst.name),
                 [[r.tensor, r.start, r.stop] for r in p.source],
-                p.transpose and [p.transpose.groups, p.transpose.outer, p.transpose.inner],
+                p.kind.transpose
+                and [p.kind.transpose.groups, p.kind.transpose.outer, p.kind.transpose.inner],
             ]
             for p in self.placements.values()
         ]
@@ -171,9 +172,13 @@ class ClusterPlan(Shown):
         """
         found = ((name, self.placements[name]) for name in share.parameters)
         whole = {
-            name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
+            name: Source(
+                p.source,
+                p.kind.transpose,
+                p.kind.shape if p.kind.coding is None else p.kind.coding.shape,
+            )
             for name, p in found
-            if p.coding is None or not p.coding.part
+            if p.kind.coding is None or not p.kind.coding.part
         }
         for name, slices in self.slices(share).items():
             source = sliced(checkpoint, whole[name], slices)
@@ -183,7 +188,7 @@ class ClusterPlan(Shown):
 
     def layers(self) -> list[Unit]:
         """Return the layers of the whole model, in order."""
-        units = units_of([Item(p.name, p.nbytes) for p in self.placements.values()])
+        units = units_of([Item(p.name, p.kind.nbytes) for p in self.placements.values()])
         return [unit for unit in units if unit.kind == "layer"]
 
     def renumbered(self, share: Share, numbers: Sequence[int]) -> dict[str, str]:
@@ -307,13 +312,13 @@ def make_shares(
     if isinstance(split, Mesh):
         names, ends = _over_groups(groups, placements, nbytes_of)
     elif split == "layers":
-        names = _grouped(nodes, {name: p.device for name, p in placements.items()})
+        names = _grouped(nodes, {name: p.kind.device for name, p in placements.items()})
         ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
     else:
         weights, of = checkpoint.members, {}  # tensors of a quantized weight stay together
         for p in placements.values():
             tensor = p.source[0].tensor
-            name = p.name if p.coding is None else tensor
+            name = p.name if p.kind.coding is None else tensor
             of[p.name] = weights[tensor].name if tensor in weights else name
         names = _names(nodes, {name: nbytes for name, (nbytes, _) in nbytes_of.items()}, split, of)
     if len(nodes) == 1 or split == "replicate":  # each node has all layers and both ends
@@ -363,17 +368,17 @@ def _name_of(split: SplitFunction) -> str:
     return getattr(split, "__qualname__", repr(split))
 
 
-def _size(p: Placement, slices: Slices) -> tuple[int, int]:
+def _size(p: Move, slices: Slices) -> tuple[int, int]:
     """Return the bytes of a parameter's slices when loaded, and in the checkpoint."""
     if not slices:
-        return p.nbytes, p.src_nbytes
-    numel = math.prod(sliced_shape(p.shape, slices))
-    return p.dst.nbytes(numel), p.src.nbytes(numel)
+        return p.kind.nbytes, p.kind.src_nbytes
+    numel = math.prod(sliced_shape(p.kind.shape, slices))
+    return p.kind.dst.nbytes(numel), p.kind.src.nbytes(numel)
 
 
 def _over_groups(
     groups: Sequence[Sequence[Node]],
-    placements: Mapping[str, Placement],
+    placements: Mapping[str, Move],
     nbytes_of: Mapping[str, tuple[int, int]],
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, _Ends]]:
     """Split layers over groups, by a node's bytes of each parameter and a group's smallest budget.

@@ -13,7 +13,7 @@ from streamload.core.model_config import integer, language_part
 from streamload.core.tensors import Block, TensorInfo
 from streamload.planning.families import Side, general, is_conv1d, is_styled, side_of
 from streamload.planning.match import part_of
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Move
 from streamload.planning.sources import Source
 
 _MESH = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
@@ -65,9 +65,7 @@ class Mesh:
         return f"{self.groups}x{self.size}" if self.groups > 1 else "tensor"
 
 
-def slices_of(
-    checkpoint: Checkpoint, placements: Iterable[Placement], mesh: Mesh
-) -> dict[str, Slices]:
+def slices_of(checkpoint: Checkpoint, placements: Iterable[Move], mesh: Mesh) -> dict[str, Slices]:
     """Return by name the slices of the first rank of a group; other parameters stay whole.
 
     Raises ValueError if heads, blocks or axes do not divide, or no rule cuts the model's layers.
@@ -149,7 +147,7 @@ class _Cutter:
     divisor: int = 0  # the sizes that do divide are its divisors
     refused: dict[str, None] = field(default_factory=dict)
 
-    def slices(self, p: Placement) -> Slices:
+    def slices(self, p: Move) -> Slices:
         """Return the slices of the first rank; () for all of the parameter."""
         info = self.checkpoint.tensors[p.source[0].tensor]
         name = general(info.name)
@@ -157,18 +155,18 @@ class _Cutter:
         axis = self._axis(name, info, side.of) if side is not None else None
         if side is None or axis is None:
             return ()
-        if p.shape[-len(info.shape) :] != info.shape:
+        if p.kind.shape[-len(info.shape) :] != info.shape:
             self.refused[f"{p.name} is put together of several tensors, or of a part of one"] = None
             return ()
         out, begin, refused = [], 0, len(self.refused)
         for numel, count, label in self._pieces(name, axis, side):
             self._divide(name, axis, numel, (count, label))
             length = numel * axis.length // axis.numel
-            out.append(Slice(len(p.shape) + axis.place, begin, begin + length // self.size))
+            out.append(Slice(len(p.kind.shape) + axis.place, begin, begin + length // self.size))
             begin += length
-        is_plain = p.transpose is None and info.dtype.unit == 1 and len(out) == 1
+        is_plain = p.kind.transpose is None and info.dtype.unit == 1 and len(out) == 1
         if len(self.refused) == refused and not is_plain:
-            source = Source(p.source, p.transpose, p.shape)
+            source = Source(p.source, p.kind.transpose, p.kind.shape)
             if sliced(self.checkpoint, source, tuple(out)) is None:
                 self.refused[f"{name} is stored transposed, or in blocks that cross rows"] = None
         return tuple(out)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.model_config import integer, language_part
 from streamload.core.units import format_bytes
-from streamload.planning.placement import Placement, Placements
+from streamload.planning.moves import Kind, Moves
 from streamload.planning.plan import Plan
 from streamload.planning.sources import tied_names
 
@@ -29,7 +29,7 @@ _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _OF_TOWERS = ("vision_config", "audio_config", "speech_config")
 
 
-def token_nbytes(checkpoint: Checkpoint, placements: Placements) -> Mapping[str, int]:
+def token_nbytes(checkpoint: Checkpoint, placements: Moves) -> Mapping[str, int]:
     """Return the bytes of weights that one token reads, by device, as they are held there.
 
     An embedding counts one row, or all if the head shares its weight. Of experts the share counts
@@ -47,8 +47,7 @@ def token_nbytes(checkpoint: Checkpoint, placements: Placements) -> Mapping[str,
     tables: list[tuple[str, int, int]] = []  # of the shared weight: device, bytes, bytes of a row
     has_copy = False
     sizes = {id(kind): (kind.nbytes, kind.device) for kind, _ in placements.counted}
-    columns = (placements.names, placements.kinds, placements.sources)
-    for name, kind, source in zip(*columns, strict=True):
+    for name, source, kind, _, _ in placements:
         nbytes, device = sizes[id(kind)]
         if once is not None and once.search(name):
             continue
@@ -93,7 +92,7 @@ def speed_line(plan: Plan, rates: Mapping[str, float | None]) -> str:
     return f"{line}: at most {most} tokens a second ({measured})"
 
 
-def _rows(checkpoint: Checkpoint, kind: Placement, tensor: str) -> int:
+def _rows(checkpoint: Checkpoint, kind: Kind, tensor: str) -> int:
     """Return the rows of the matrix that a tensor of a table belongs to; 0 if it is no matrix."""
     shape = kind.shape if kind.coding is None else kind.coding.shape
     if kind.stored:

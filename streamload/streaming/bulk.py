@@ -40,7 +40,7 @@ def reads_of(
     if isinstance(unit, SmallTensorBatch):
         whole = unit.read_nbytes
         return list(_pack_reads(job, device, unit, alignment, _read_nbytes(job, whole)))
-    kinds, refills = job.plan.placements.kinds, job.transfer.refill_nbytes > 0
+    refills = job.transfer.refill_nbytes > 0
     gap_nbytes = _GAP_NBYTES if refills else 0
     gaps = (b.runs[0].start - a.runs[0].stop for a, b in pairwise(unit))
     whole = sum(chunk.read_nbytes for chunk in unit) + sum(n for n in gaps if n <= gap_nbytes)
@@ -51,8 +51,8 @@ def reads_of(
     for chunk in unit:
         (run,) = chunk.runs
         width = 1
-        if kinds[chunk.placement].cast == "device":
-            p = job.plan.placements[chunk.placement]
+        p = job.plan.placements[chunk.placement].kind
+        if p.cast == "device":
             width = p.src.nbytes(p.unit_numel)
         if at != run.start and not at < run.start <= min(at + gap_nbytes, start + size - width):
             reads.append(_read(start, at, alignment, copies))
@@ -86,7 +86,7 @@ def refill_of(job: Job, unit: WorkItem, alignment: int) -> tuple[ReadTable, int]
     first = job.address_of(unit[0].placement)
     known = job.refills.get(id(unit))
     if known is None:
-        device = job.plan.placements.kinds[unit[0].placement].device
+        device = job.plan.placements[unit[0].placement].kind.device
         reads = ReadTable.of(reads_of(job, device, unit, alignment, (), 0))
         assert reads.rows[:, 1].max() <= refill_slot_nbytes(job)
         known = job.refills[id(unit)] = Refill(unit, first, reads)
@@ -165,8 +165,8 @@ def copy_of(
     assert bulk is not None, device
     address = bulk.address(job.buffers[chunk.placement]) + chunk.start
     offset = start - chunk.runs[0].start if chunk.runs else 0
-    if job.plan.placements.kinds[chunk.placement].cast == "device" and casts is not None:
-        p = job.plan.placements[chunk.placement]
+    p = job.plan.placements[chunk.placement].kind
+    if p.cast == "device" and casts is not None:
         numel = p.src.numel(offset)
         first = chunk.start // p.dst.itemsize if p.coding is None else p.numel_at(chunk.start)
         first += numel

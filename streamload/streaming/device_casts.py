@@ -25,7 +25,7 @@ from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES, dynamic_ma
 from streamload.codecs.weights import Packed
 from streamload.devices.base import Copy, Device
 from streamload.errors import AllocationError
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Kind, Move
 from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Plan, senders
 from streamload.planning.quant_policy import coded
 
@@ -50,16 +50,16 @@ class DeviceCasts:
         mine = [
             (index, p)
             for index, p in enumerate(plan.placements)
-            if p.device == name and p.cast == "device"
+            if p.kind.device == name and p.kind.cast == "device"
         ]
         self._checkpoint = checkpoint
         self._kernels = {
-            key: _kernel(bulk, p, self._info(p), clamp=plan.out_of_range == "clamp")
+            key: _kernel(bulk, p.kind, self._info(p), clamp=plan.out_of_range == "clamp")
             for key, p in {self._key(p): p for _, p in mine}.items()
         }
-        nests = any(p.coding is not None and p.coding.nests for _, p in mine)
+        nests = any(p.kind.coding is not None and p.kind.coding.nests for _, p in mine)
         self._nest = bulk.function(nested_ptx.nested_ptx(), nested_ptx.SYMBOL) if nests else 0
-        *offsets, tallies_nbytes = accumulate((p.tally_nbytes for _, p in mine), initial=0)
+        *offsets, tallies_nbytes = accumulate((p.kind.tally_nbytes for _, p in mine), initial=0)
         # (offset, placement) by index
         self._tallies = {i: (at, p) for (i, p), at in zip(mine, offsets, strict=True)}
         nbytes = next(d.scratch_nbytes for d in plan.devices if d.device == name)
@@ -71,7 +71,7 @@ class DeviceCasts:
             self._memory = bulk.memory(nbytes)
         self._slot_nbytes = plan.slot_nbytes
         self._slots = count()
-        self._resizes = any(p.src.bits != p.dst.bits for _, p in mine)
+        self._resizes = any(p.kind.src.bits != p.kind.dst.bits for _, p in mine)
         slots = max(plan.threads, 1) * STAGING_SLOTS if self._resizes else 0
         self._held_at = slots * plan.slot_nbytes
         self._table_at = self._tallies_at - MAP_NBYTES * nests
@@ -79,7 +79,7 @@ class DeviceCasts:
             self._memory.write(self._table_at, dynamic_map())
         self._held = _Ring(self._table_at - self._held_at)
         # scales are sent ahead: a small copy waits for large ones under way
-        most = max((p.scales_nbytes for _, p in mine), default=0)
+        most = max((p.kind.scales_nbytes for _, p in mine), default=0)
         self._senders = ThreadPoolExecutor(senders(most), "streamload-scales")
         self._sent: dict[int, Future[None]] = {}
 
@@ -94,7 +94,7 @@ class DeviceCasts:
         assert at + self._slot_nbytes <= self._held_at, "more slots than planned"
         return self._memory.address + at
 
-    def hold(self, index: int, p: Placement, make: Callable[[], Weight]) -> bool:
+    def hold(self, index: int, p: Kind, make: Callable[[], Weight]) -> bool:
         """Reserve memory for a placement's scales or statistics; False if the memory is full.
 
         Another thread reads the scales by ``make`` and sends them.
@@ -123,7 +123,7 @@ class DeviceCasts:
 
     def _send(self, index: int, make: Callable[[], Weight]) -> None:
         """Read the scales of a placement, and write them to its reserved memory."""
-        t = self._tallies[index][1].transpose
+        t = self._tallies[index][1].kind.transpose
         at = self.held(index) - self._memory.address
         for part in dequant_ptx.weight_parts(make(), (t.outer, t.inner) if t else None):
             self._memory.write(at, part)
@@ -135,7 +135,7 @@ class DeviceCasts:
         Returns the mean of the statistics, which was subtracted first.
         """
         p = self._tallies[index][1]
-        units = _made(p).units
+        units = _made(p.kind).units
         values, table = self.held(index), self._memory.address + self._table_at
         tally = Tally.from_buffer_copy(self._tally_bytes(index))
         mean = np.float32(tally.statistics / units)
@@ -151,33 +151,33 @@ class DeviceCasts:
         """
         at, nbytes, address = copy[:3]
         base, p = self._tallies[index]
-        numel = nbytes * 8 // p.src.bits
+        numel = nbytes * 8 // p.kind.src.bits
         tally = self._memory.address + self._tallies_at + base
         kernel = self._kernels[self._key(p)]
-        if p.coding is not None:
-            many = ptx.blocks(_made(p), numel)
-            unit = p.coding.unit_numel
-            statistics = auxiliary and auxiliary + first // p.unit_numel * STATISTIC_NBYTES
+        if p.kind.coding is not None:
+            many = ptx.blocks(_made(p.kind), numel)
+            unit = p.kind.coding.unit_numel
+            statistics = auxiliary and auxiliary + first // p.kind.unit_numel * STATISTIC_NBYTES
             return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, statistics, unit)
-        if p.src.is_packed:
-            numel = min(numel, p.numel - first)  # the last byte may have one value
-            many = dequant_ptx.blocks(numel, p.src.bits)
-            number = first + p.source[0].start * p.row_numel
+        if p.kind.src.is_packed:
+            numel = min(numel, p.kind.numel - first)  # the last byte may have one value
+            many = dequant_ptx.blocks(numel, p.kind.src.bits)
+            number = first + p.source[0].start * p.kind.row_numel
             return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, auxiliary, number)
-        target = address if p.src.itemsize == p.dst.itemsize else scratch
+        target = address if p.kind.src.itemsize == p.kind.dst.itemsize else scratch
         return Copy(at, nbytes, target, kernel, numel, address, tally, blocks(numel))
 
     def counts(self, index: int) -> CastCounts | QuantCounts:
         """Return the counts of one placement, whose copies must have ended."""
         p = self._tallies[index][1]
-        return _counts(p, self._tally_bytes(index))
+        return _counts(p.kind, self._tally_bytes(index))
 
     def all_counts(self) -> dict[int, CastCounts | QuantCounts]:
         """Return the counts of all placements that the device casts, by index."""
-        nbytes = sum(p.tally_nbytes for _, p in self._tallies.values())
+        nbytes = sum(p.kind.tally_nbytes for _, p in self._tallies.values())
         found = self._memory.read(self._tallies_at, self._tallies_at + nbytes)
         return {
-            index: _counts(p, found[at : at + p.tally_nbytes])
+            index: _counts(p.kind, found[at : at + p.kind.tally_nbytes])
             for index, (at, p) in self._tallies.items()
         }
 
@@ -190,20 +190,20 @@ class DeviceCasts:
         """Read the counts that kernels have left for one placement."""
         at, p = self._tallies[index]
         start = self._tallies_at + at
-        return self._memory.read(start, start + p.tally_nbytes)
+        return self._memory.read(start, start + p.kind.tally_nbytes)
 
-    def _info(self, p: Placement) -> Packed | None:
+    def _info(self, p: Move) -> Packed | None:
         """Return the quantized tensor that a placement dequantizes; None for other placements."""
-        info = self._checkpoint.tensors[p.source[0].tensor] if p.src.is_packed else None
+        info = self._checkpoint.tensors[p.source[0].tensor] if p.kind.src.is_packed else None
         assert info is None or isinstance(info, Packed), p.name
         return info
 
-    def _key(self, p: Placement) -> tuple[object, ...]:
+    def _key(self, p: Move) -> tuple[object, ...]:
         """Return a key of a placement's kernel, so that equal kernels are compiled once."""
         info = self._info(p)
         if info is None:
-            return p.src, p.dst, p.coding
-        return values_of(info), p.dst, p.turned_there
+            return p.kind.src, p.kind.dst, p.kind.coding
+        return values_of(info), p.kind.dst, p.kind.turned_there
 
 
 class _Ring:
@@ -240,7 +240,7 @@ class _Ring:
             self._order.popleft()
 
 
-def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool) -> int:
+def _kernel(bulk: BulkCopier, p: Kind, info: Packed | None, *, clamp: bool) -> int:
     """Return the handle of a placement's cast kernel, for `Copy.kernel`."""
     if info is not None:
         text = dequant_ptx.dequant_ptx(values_of(info), p.dst, clamp=clamp, turned=p.turned_there)
@@ -250,15 +250,15 @@ def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool)
     return bulk.kernel(p.src, p.dst, clamp)
 
 
-def _made(p: Placement) -> Units:
+def _made(p: Kind) -> Units:
     """Return the description of the quantized weight for a placement that a device quantizes."""
-    assert p.coding is not None, p.name
+    assert p.coding is not None
     made = coded(p.coding, p.src)
-    assert isinstance(made, Units), p.name
+    assert isinstance(made, Units), made
     return made
 
 
-def _counts(p: Placement, tally: bytes) -> CastCounts | QuantCounts:
+def _counts(p: Kind, tally: bytes) -> CastCounts | QuantCounts:
     """Return a placement's counts from the bytes that a kernel left in ``tally``."""
     if p.coding is not None:
         return Tally.from_buffer_copy(tally).counts(p.numel)

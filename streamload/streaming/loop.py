@@ -129,7 +129,7 @@ def batches(units: Iterator[WorkItem], job: Job, workers: int) -> Iterator[Seque
 def _go_together(a: WorkItem, b: WorkItem, job: Job) -> bool:
     """Whether two units are of one shard, and a device copies both in bulk."""
     one, other = a[0], b[0]
-    bulk = all(job.is_bulk(job.plan.placements[chunk.placement]) for chunk in (one, other))
+    bulk = all(job.is_bulk(job.plan.placements[chunk.placement].kind) for chunk in (one, other))
     return one.shard == other.shard and bulk
 
 

@@ -19,7 +19,7 @@ from streamload.core.tensors import first_byte
 from streamload.devices.allocators import TRIM_NBYTES
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Move
 from streamload.planning.plan import Plan
 from streamload.streaming.state import Sink
 
@@ -65,10 +65,14 @@ class ModelTarget(Sink):
         made = self._plan
         held = () if self._all_new else made.placements
         for p in held:
-            if nbytes := p.resident_nbytes if p.action == "in_place" else p.released_nbytes:
-                self._ledger.reserve(p.device, nbytes)
+            if (
+                nbytes := p.resident_nbytes
+                if p.kind.action == "in_place"
+                else p.kind.released_nbytes
+            ):
+                self._ledger.reserve(p.kind.device, nbytes)
         for index, p in enumerate(held):
-            if p.action == "replace" and made.device(p.device).release_first:
+            if p.kind.action == "replace" and made.device(p.kind.device).release_first:
                 self._release(index)
         for d in made.devices:
             if d.release_first:
@@ -78,10 +82,10 @@ class ModelTarget(Sink):
         """Make the parameters that stay in their file views on the mapped file, without reading."""
         placements = self._plan.placements
         maps: dict[Location, mmap.mmap] = {}
-        for index, kind in enumerate(placements.kinds):
+        for index, (_, source, kind, *_) in enumerate(placements):
             if kind.cast != "mapped":
                 continue
-            (row,) = placements.sources[index]
+            (row,) = source
             info = checkpoint.tensors[row.tensor]
             if info.shard not in maps:
                 maps[info.shard] = map_shard(checkpoint.headers[info.shard])
@@ -100,24 +104,24 @@ class ModelTarget(Sink):
         reason = parameter.release() if parameter else ""
         if not reason:
             self._released.add(index)
-            self._ledger.release(p.device, p.released_nbytes)
-            if p.device in self._freed:
-                self._freed[p.device] += p.released_nbytes
-                if self._freed[p.device] >= TRIM_NBYTES:
-                    self._devices[p.device].trim()
-                    self._freed[p.device] = 0
+            self._ledger.release(p.kind.device, p.kind.released_nbytes)
+            if p.kind.device in self._freed:
+                self._freed[p.kind.device] += p.kind.released_nbytes
+                if self._freed[p.kind.device] >= TRIM_NBYTES:
+                    self._devices[p.kind.device].trim()
+                    self._freed[p.kind.device] = 0
         return reason
 
     def begin(self, indices: Sequence[int]) -> list[Buffer]:
         """Allocate parameters of one device, given by index, and return their buffers."""
         placements = self._plan.placements
-        kinds = [placements.kinds[index] for index in indices]
+        kinds = [placements[index].kind for index in indices]
         name = kinds[0].device
         device = self._devices[name]
         new = self._all_new or all(kind.action == "new" for kind in kinds)
         if len(kinds) == 1 or not new or not isinstance(device, Addressed):
             return [self._begin(index) for index in indices]
-        nbytes = sum(placements.resident_nbytes[index] for index in indices)
+        nbytes = sum(placements[index].resident_nbytes for index in indices)
         self._ledger.reserve(name, nbytes)
         try:
             buffers = device.allocate_all([(kind.dst, kind.shape) for kind in kinds])
@@ -132,18 +136,18 @@ class ModelTarget(Sink):
     def _begin(self, index: int) -> Buffer:
         p = self._plan.placements[index]
         parameter = self._parameter(index)
-        if p.action == "in_place" and parameter is not None:
+        if p.kind.action == "in_place" and parameter is not None:
             self._buffers[index] = parameter.buffer()
             return self._buffers[index]
-        reason = self._release(index) if p.action == "replace" else ""
-        device = self._devices[p.device]
+        reason = self._release(index) if p.kind.action == "replace" else ""
+        device = self._devices[p.kind.device]
         self._ledger.reserve(
-            p.device, p.resident_nbytes, reason=f"{p.name}: {reason}" if reason else ""
+            p.kind.device, p.resident_nbytes, reason=f"{p.name}: {reason}" if reason else ""
         )
         try:
-            self._buffers[index] = device.allocate(p.dst, p.shape)
+            self._buffers[index] = device.allocate(p.kind.dst, p.kind.shape)
         except BaseException as error:
-            self._ledger.release(p.device, p.resident_nbytes)
+            self._ledger.release(p.kind.device, p.resident_nbytes)
             if isinstance(error, AllocationError):
                 raise AllocationError(
                     error.device, f"{error.problem} (for {p.name!r})", nbytes=error.nbytes
@@ -153,25 +157,25 @@ class ModelTarget(Sink):
 
     def finish(self, indices: Sequence[int]) -> None:
         """Make tensors over the complete buffers of parameters, given by index."""
-        names, kinds = self._plan.placements.names, self._plan.placements.kinds
+        moves = [self._plan.placements[index] for index in indices]
         if self._parameters is None:
-            alike = [kinds[index] for index in indices]
+            kinds = [move.kind for move in moves]
             columns = (
-                [self._devices[kind.device] for kind in alike],
+                [self._devices[kind.device] for kind in kinds],
                 [self._buffers[index] for index in indices],
-                [kind.dst for kind in alike],
-                [kind.shape for kind in alike],
+                [kind.dst for kind in kinds],
+                [kind.shape for kind in kinds],
             )
             tensors = map(self._framework.tensor, *columns)
-            self.state_dict.update(zip([names[index] for index in indices], tensors, strict=True))
+            self.state_dict.update(zip([move.name for move in moves], tensors, strict=True))
             self._loaded.update(indices)
             deque(map(self._buffers.__delitem__, indices), maxlen=0)
             return
-        for index in indices:
-            if kinds[index].action == "in_place":
-                self._parameters[names[index]].revive()  # an earlier load may have failed
+        for index, (name, _, kind, *_) in zip(indices, moves, strict=True):
+            if kind.action == "in_place":
+                self._parameters[name].revive()  # an earlier load may have failed
             else:
-                self._parameters[names[index]].attach(self._buffers[index], kinds[index].dst)
+                self._parameters[name].attach(self._buffers[index], kind.dst)
             self._loaded.add(index)
             del self._buffers[index]
 
@@ -182,13 +186,13 @@ class ModelTarget(Sink):
             parameter = self._parameter(index)
             self._loaded.remove(index)
             self._revoked.add(index)
-            if p.action == "in_place" and parameter is not None:
+            if p.kind.action == "in_place" and parameter is not None:
                 self._buffers[index] = parameter.buffer()
                 continue
             if parameter is not None:
                 parameter.release()
             self.state_dict.pop(p.name, None)
-            self._ledger.release(p.device, p.resident_nbytes)
+            self._ledger.release(p.kind.device, p.resident_nbytes)
 
     def fail(self) -> LoadState:
         """Free half-filled parameters, and return the state of each.
@@ -200,25 +204,25 @@ class ModelTarget(Sink):
         begun = (self._released | self._revoked | set(self._buffers)) - self._loaded
         # a parameter that keeps its old memory until its new buffer is full is untouched
         invalid = {
-            i for i in begun if i in self._released or placements[i].action == "in_place"
+            i for i in begun if i in self._released or placements[i].kind.action == "in_place"
         } | self._revoked
-        given_up: list[tuple[Placement, Buffer]] = []
+        given_up: list[tuple[Move, Buffer]] = []
         for index in sorted(begun):
             p = placements[index]
             buffer = self._buffers.pop(index, None)
             parameter = self._parameter(index)
-            device = self._devices[p.device]
-            if buffer is not None and p.action == "in_place":
-                _poison(device, buffer, p.nbytes)
+            device = self._devices[p.kind.device]
+            if buffer is not None and p.kind.action == "in_place":
+                _poison(device, buffer, p.kind.nbytes)
             if parameter is not None and index in invalid:
-                parameter.invalidate(keep=p.action == "in_place")
-            if buffer is not None and p.action != "in_place":
+                parameter.invalidate(keep=p.kind.action == "in_place")
+            if buffer is not None and p.kind.action != "in_place":
                 given_up.append((p, buffer))
         # last, when every parameter's state is set: a device that has failed may fail again
         for p, buffer in given_up:
             with suppress(Exception):
-                self._devices[p.device].release(buffer)
-            self._ledger.release(p.device, p.resident_nbytes)
+                self._devices[p.kind.device].release(buffer)
+            self._ledger.release(p.kind.device, p.resident_nbytes)
         names = placements.names
         everything = {*range(len(names))}
         if self._parameters is not None:  # also parameters that an earlier failure invalidated

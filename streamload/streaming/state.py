@@ -51,7 +51,7 @@ from streamload.files import hub
 from streamload.files.local import REMOTE_KINDS, Reader
 from streamload.files.page_cache import PageCache
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
-from streamload.planning.placement import HOST_CASTS, Placement
+from streamload.planning.moves import HOST_CASTS, Kind
 from streamload.planning.plan import BULK_NBYTES, STAGING_SLOTS, Plan, slot_nbytes
 from streamload.planning.quant_policy import coded, encoder_of
 from streamload.planning.transforms import NO_CHANGES, Changes
@@ -220,8 +220,8 @@ class Job:
         )
         self._begun: set[int] = set()  # shards without a unit that is still to begin
         self._encoders: dict[int, Encoder] = {}  # by index of the quantized values
-        names = zip(plan.placements.names, plan.placements.kinds, strict=True)
-        self._parts = {name: i for i, (name, kind) in enumerate(names) if kind.cast == "part"}
+        moves = enumerate(plan.placements)
+        self._parts = {move.name: i for i, move in moves if move.kind.cast == "part"}
         self.decoders = Decoders(plan.out_of_range)
         self.values: dict[int, memoryview] = {}  # of scales and tables to be placed, by index
         # the last chunk of each weight whose quantized values are there, and the mean of its scales
@@ -273,7 +273,7 @@ class Job:
         self.stats.page_cache = self.shards.page_cache
         self.stats.dropped_nbytes = self._page_cache.dropped_nbytes
 
-    def cast(self, p: Placement) -> Cast:
+    def cast(self, p: Kind) -> Cast:
         """Return the host's cast for a placement: a plain copy if the device casts.
 
         Compiled at the first call.
@@ -296,8 +296,8 @@ class Job:
         with self._compiling:
             if index not in self._encoders:
                 p = self.plan.placements[index]
-                assert p.coding is not None, p.name
-                self._encoders[index] = encoder_of(p.coding, p.src)
+                assert p.kind.coding is not None, p.name
+                self._encoders[index] = encoder_of(p.kind.coding, p.kind.src)
             return self._encoders[index]
 
     def parts(self) -> list[list[WorkItem]]:
@@ -305,16 +305,18 @@ class Job:
         chunks = []
         for chunk, mean in self._coded:
             p = self.plan.placements[chunk.placement]
-            assert p.coding is not None, p.name
-            if p.cast == "device":
-                constants = coded(p.coding, p.src).constants(mean)
+            assert p.kind.coding is not None, p.name
+            if p.kind.cast == "device":
+                constants = coded(p.kind.coding, p.kind.src).constants(mean)
                 made = {name: array.data for name, array in constants.items()}
             else:
-                encoder = self._encoders.pop(chunk.placement, None) or encoder_of(p.coding, p.src)
+                encoder = self._encoders.pop(chunk.placement, None) or encoder_of(
+                    p.kind.coding, p.kind.src
+                )
                 made = encoder.finish()
             written = self._auxiliary.pop(chunk.placement, [])  # by the device
             self._finish(written)
-            for part in coded(p.coding, p.src).parts[1:]:
+            for part in coded(p.kind.coding, p.kind.src).parts[1:]:
                 index = self._parts[part.name(p.name)]
                 if index in written:
                     continue
@@ -325,7 +327,7 @@ class Job:
         self._coded.clear()
         return [[unit] for unit in _units(chunks, self, self.unit_nbytes)]
 
-    def is_bulk(self, p: Placement) -> bool:
+    def is_bulk(self, p: Kind) -> bool:
         """Whether a placement's file bytes go to its device unchanged, many chunks in one call.
 
         The device may cast them there.
@@ -334,17 +336,17 @@ class Job:
         in_order = (p.transpose is None or p.turned_there) and not p.strided
         return as_they_are and in_order and self.devices[p.device].bulk is not None
 
-    def unit_nbytes(self, p: Placement) -> int:
+    def unit_nbytes(self, p: Kind) -> int:
         """Return the most bytes of a placement's work item, its chunks rounded up as in a slot."""
         return self._most_of(p) if self.is_bulk(p) else self.plan.slot_nbytes
 
-    def _chunk_nbytes(self, p: Placement) -> int:
+    def _chunk_nbytes(self, p: Kind) -> int:
         if p.changes:
             widest = max(p.src.itemsize, p.dst.itemsize)
             return min(self.plan.chunk_nbytes, p.changed_numel * widest)
         return self._most_of(p) if self.is_bulk(p) else self.plan.chunk_nbytes
 
-    def _most_of(self, p: Placement) -> int:
+    def _most_of(self, p: Kind) -> int:
         """Return the most bytes of a work item that a device copies in bulk.
 
         If a device quantizes statistics, too, it holds them until the weight is complete: small
@@ -381,14 +383,14 @@ class Job:
         # batches of small tensors are copied as they are
         units = [unit for unit in batch if not isinstance(unit, SmallTensorBatch)]
         for index in dict.fromkeys(chunk.placement for unit in units for chunk in unit):
-            p = self.plan.placements.kinds[index]
+            p = self.plan.placements[index].kind
             if p.there_nbytes and not self._hold(index, p):
                 return False
         return True
 
-    def _hold(self, index: int, p: Placement) -> bool:
+    def _hold(self, index: int, p: Kind) -> bool:
         """Reserve device memory for a placement's scales or statistics; False if it is full."""
-        source = self.plan.placements.sources[index][0]
+        source = self.plan.placements[index].source[0]
         info = self._checkpoint.tensors[source.tensor]
         return self.casts[p.device].hold(index, p, partial(self._weight, info))
 
@@ -408,30 +410,30 @@ class Job:
     def _begin_auxiliary(self, index: int) -> None:
         """Allocate the scales and statistics that a device writes while it quantizes a weight."""
         p = self.plan.placements[index]
-        if p.cast != "device" or p.coding is None or not p.coding.device_parts:
+        if p.kind.cast != "device" or p.kind.coding is None or not p.kind.coding.device_parts:
             return
-        names = {part.suffix: part.name(p.name) for part in coded(p.coding, p.src).parts}
-        self._auxiliary[index] = found = [self._parts[names[s]] for s in p.coding.device_parts]
+        names = {part.suffix: part.name(p.name) for part in coded(p.kind.coding, p.kind.src).parts}
+        self._auxiliary[index] = found = [self._parts[names[s]] for s in p.kind.coding.device_parts]
         self.buffers.update(zip(found, self.sink.begin(found), strict=True))
 
     def auxiliary_address(self, index: int) -> int:
         """Return the device address of a placement's scales or statistics; 0 if it has none."""
         p = self.plan.placements[index]
-        casts = self.casts[p.device]
-        if p.src.is_packed:
+        casts = self.casts[p.kind.device]
+        if p.kind.src.is_packed:
             return casts.weight(index)
-        if p.there_nbytes:
+        if p.kind.there_nbytes:
             return casts.held(index)
         found = self._auxiliary.get(index)
         return self.address_of(found[0]) if found else 0
 
     def address_of(self, index: int) -> int:
         """Return the address of a placement's buffer."""
-        return self._address[self.plan.placements.kinds[index].device](self.buffers[index])
+        return self._address[self.plan.placements[index].kind.device](self.buffers[index])
 
     def addresses(self, pack: SmallTensorBatch) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Return the addresses of a batch's parameters; None if its device has no addresses."""
-        address = self._address.get(self.plan.placements.kinds[pack.first].device)
+        address = self._address.get(self.plan.placements[pack.first].kind.device)
         if address is None:
             return None
         buffers = map(self.buffers.__getitem__, pack.placements)
@@ -470,7 +472,7 @@ class Job:
     def _chunk_done(self, chunk: Chunk, count: Counts) -> None:
         """Add a placed chunk's counts; finish its placement if the chunk was the last."""
         index = chunk.placement
-        p = self.plan.placements.kinds[index]
+        p = self.plan.placements[index].kind
         self.stats.read_nbytes += chunk.read_nbytes
         if p.cast in HOST_CASTS:
             self.count(index, count)
@@ -479,7 +481,6 @@ class Job:
         if left:
             self._left[index] = left
             return
-        p = self.plan.placements[index]
         strict = self.plan.out_of_range == "error"  # otherwise it is not read for each
         if strict and p.cast == "device" and p.device in self.casts:
             self._check_range(chunk, self.casts[p.device].counts(index))
@@ -487,12 +488,12 @@ class Job:
         if p.coding is not None and not p.coding.part:
             self._coded.append((chunk, mean))
         if p.src.is_packed:
-            for r in p.source:
+            for r in self.plan.placements[index].source:
                 self.decoders.drop(r.tensor, p.dst)
         self._finish([index])
         self.values.pop(index, None)
 
-    def _let_go(self, index: int, p: Placement) -> float:
+    def _let_go(self, index: int, p: Kind) -> float:
         """Free a complete placement's scales or statistics; return nested statistics' mean or 0."""
         casts, mean = self.casts[p.device], 0.0
         if p.coding is not None:
@@ -525,13 +526,13 @@ class Job:
     def _check_range(self, chunk: Chunk, counts: Counts) -> None:
         """Raise OutOfRangeError for values that overflowed, if ``out_of_range`` is "error"."""
         if counts.overflowed and self.plan.out_of_range == "error":
-            p = self.plan.placements.kinds[chunk.placement]
+            p = self.plan.placements[chunk.placement].kind
             info, names = self.tensor(chunk), (p.src.name, p.dst.name)
             raise OutOfRangeError(info.name, info.shard, *names, counts.overflowed)
 
 
 def _units(
-    cut: Iterable[Chunk | SmallTensorBatch], job: Job, unit_nbytes: Callable[[Placement], int]
+    cut: Iterable[Chunk | SmallTensorBatch], job: Job, unit_nbytes: Callable[[Kind], int]
 ) -> Iterator[WorkItem]:
     """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit.
 
@@ -546,12 +547,12 @@ def _units(
                 unit, size = [], 0
             yield chunk
             continue
-        p = job.plan.placements[chunk.placement]
+        p = job.plan.placements[chunk.placement].kind
         grows = slot_nbytes(max(chunk.stop - chunk.start, chunk.read_nbytes))
         alike = bool(unit) and not (
             len(unit) == _MAX_UNIT_CHUNKS
             or chunk.shard != unit[0].shard
-            or p.device != job.plan.placements[unit[0].placement].device
+            or p.device != job.plan.placements[unit[0].placement].kind.device
             or most != unit_nbytes(p)
         )
         if unit and (not alike or size + grows > most):

@@ -11,7 +11,7 @@ from streamload.codecs.weights import Packed
 from streamload.core.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
 from streamload.planning.chunks import Chunk, StridedRead
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Kind
 from streamload.streaming.state import NO_COUNTS, NO_ERRORS, Counts, Job
 
 
@@ -27,7 +27,7 @@ class Step(ABC):
     gathers = False
     counts: Counts = NO_COUNTS
 
-    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
+    def __init__(self, job: Job, chunk: Chunk, p: Kind) -> None:
         self._job, self._chunk, self._placement = job, chunk, p
 
     def begin(self, run: StridedRead) -> None:
@@ -67,7 +67,7 @@ class Casting(Step):
 class Changing(Casting):
     """Casts rows that the user's functions have changed, from the dtype that these return."""
 
-    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
+    def __init__(self, job: Job, chunk: Chunk, p: Kind) -> None:
         super().__init__(job.cast(p), moves=False)
         self._job, self._chunk, self._dst = job, chunk, p.dst
 
@@ -123,7 +123,7 @@ class Decoding(Step):
         self.counts += self._decoder.decode(data, out, first, lines, self._pitch)
 
 
-def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
+def step_of(job: Job, chunk: Chunk, p: Kind) -> Step:
     """Return the step that converts a chunk on the host; not for scales that the load computes."""
     if p.cast == "device":
         return Casting(job.cast(p), moves=True)

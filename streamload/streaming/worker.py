@@ -21,7 +21,7 @@ from streamload.devices.base import Read, StagedElements, Staging
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Kind
 from streamload.planning.plan import STAGING_SLOTS, slot_nbytes
 from streamload.streaming.bulk import Slot, copy_of, reads_of, refill_of, refill_slot_nbytes
 from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
@@ -116,18 +116,18 @@ class Worker:
         """Cut a unit, from file byte ``start`` on unless None, into units that fit into a slot."""
         plan = self._job.plan
         if start is None:
-            sizes = (_slot_nbytes(chunk, plan.placements[chunk.placement]) for chunk in unit)
+            sizes = (_slot_nbytes(chunk, plan.placements[chunk.placement].kind) for chunk in unit)
             # units that are not for bulk copies were cut to fit
-            bulk = self._job.is_bulk(plan.placements[unit[0].placement])
+            bulk = self._job.is_bulk(plan.placements[unit[0].placement].kind)
             if not bulk or sum(sizes) <= plan.slot_nbytes:
                 return [unit]
         parts: list[WorkItem] = []
         part: list[Chunk] = []
         size = 0
         for chunk in unit:
-            placement = plan.placements[chunk.placement]
-            for piece in split(chunk, placement, plan.chunk_nbytes, start or 0):
-                grows = _slot_nbytes(piece, placement)
+            kind = plan.placements[chunk.placement].kind
+            for piece in split(chunk, kind, plan.chunk_nbytes, start or 0):
+                grows = _slot_nbytes(piece, kind)
                 if part and size + grows > plan.slot_nbytes:
                     parts.append(tuple(part))
                     part, size = [], 0
@@ -154,7 +154,7 @@ class Worker:
         to its end, the file byte up to which it has been copied.
         """
         job = self._job
-        name = job.plan.placements.kinds[units[0][0].placement].device
+        name = job.plan.placements[units[0][0].placement].kind.device
         bulk = job.devices[name].bulk
         alignment = reader.alignment
         room = job.plan.staging_nbytes - job.plan.slot_nbytes
@@ -279,7 +279,7 @@ class Worker:
         """Whether a bulk copy can take a unit: its chunks are unchanged, and in file order."""
         if id(unit) in self._job.refills:
             return True
-        on = self._job.plan.placements.kinds[unit[0].placement].device
+        on = self._job.plan.placements[unit[0].placement].kind.device
         if on != device or isinstance(unit, SmallTensorBatch):
             return on == device
         return all(self._file_range((chunk,)) is not None for chunk in unit) and all(
@@ -303,9 +303,10 @@ class Worker:
 
     def _prepare(self, device: str, count: int) -> None:
         """Allocate staging slots for a device, until it has ``count``."""
-        kinds = self._job.plan.placements.kinds
+        moves = self._job.plan.placements
         slots = self._slots.setdefault(device, deque())
-        if any(kinds[entry.unit[0].placement].device != device for entry in self._under_way):
+        units = (entry.unit[0] for entry in self._under_way)
+        if any(moves[first.placement].kind.device != device for first in units):
             self._finished += self.settle()  # those are in slots of another device
         while len(slots) < count:
             slots.appendleft(self._new_slot(device))
@@ -334,7 +335,7 @@ class Worker:
                 for start, stop in file_ranges(unit):
                     job.sink.bring(reader.path, start, stop)
             return
-        name = job.plan.placements[unit[0].placement].device
+        name = job.plan.placements[unit[0].placement].kind.device
         device = job.devices[name]
         slot: Slot | None = None
         visible = job.infos[name].host_visible
@@ -349,7 +350,7 @@ class Worker:
         at = 0
         with self._shared_view(reader, unit) as (whole, base):
             for chunk in unit:
-                p = job.plan.placements[chunk.placement]
+                p = job.plan.placements[chunk.placement].kind
                 try:
                     if chunk.start == chunk.stop:
                         counts.append(NO_COUNTS)
@@ -384,7 +385,7 @@ class Worker:
             return unit.start, unit.stop
         start = stop = -1
         for chunk in unit:
-            p = self._job.plan.placements.kinds[chunk.placement]
+            p = self._job.plan.placements[chunk.placement].kind
             as_it_is = p.cast == "copy" or (p.cast == "device" and p.device in self._job.casts)
             if len(chunk.runs) != 1 or not as_it_is:
                 return None
@@ -419,7 +420,7 @@ class Worker:
         bulk = device.bulk
         copies = []
         for chunk in unit:
-            p = job.plan.placements[chunk.placement]
+            p = job.plan.placements[chunk.placement].kind
             nbytes = chunk.staged_nbytes(p)
             buffer = job.buffers[chunk.placement]
             if p.cast == "device" and name not in job.casts:
@@ -479,7 +480,7 @@ class Worker:
         self,
         reader: Reader,
         chunk: Chunk,
-        p: Placement,
+        p: Kind,
         out: memoryview,
         whole: memoryview | None,
         base: int,
@@ -531,7 +532,7 @@ class Worker:
         return step.counts
 
     def _encode_turned(
-        self, reader: Reader, chunk: Chunk, p: Placement, step: Encoding, out: memoryview
+        self, reader: Reader, chunk: Chunk, p: Kind, step: Encoding, out: memoryview
     ) -> None:
         """Transpose a chunk in a temporary buffer, then quantize it into ``out``."""
         raw = memoryview(bytearray(chunk.read_nbytes))
@@ -590,6 +591,6 @@ class Worker:
         return self._source
 
 
-def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
+def _slot_nbytes(chunk: Chunk, kind: Kind) -> int:
     """Return the bytes that a chunk takes in a staging slot."""
-    return slot_nbytes(max(chunk.staged_nbytes(placement), chunk.read_nbytes))
+    return slot_nbytes(max(chunk.staged_nbytes(kind), chunk.read_nbytes))

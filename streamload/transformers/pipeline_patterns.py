@@ -88,12 +88,12 @@ def formats_of(
         by_format: dict[str, list[str]] = {}
         formats = policy.formats(part.checkpoint, wants)
         blocks = part.checkpoint.stored
-        for info, shape, format in zip(wants.infos, wants.shapes, formats, strict=True):
+        for want, info, format in zip(wants, wants.infos, formats, strict=True):
             if info.name in blocks and policy.stores(info.name):
                 format = STORED
             if format is None or info.name in kept:
                 continue
-            if policy.rule(info.name) == ("*", format) and not _holds(format, shape):
+            if policy.rule(info.name) == ("*", format) and not _holds(format, want.shape):
                 left.append(f"{name}.{info.name}")
             else:
                 by_format.setdefault(format, []).append(info.name)

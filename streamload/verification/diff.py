@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from pathlib import Path
 from typing import Any, get_args
@@ -298,7 +298,7 @@ def _quantized(
         turn = second.turns.get(want.name)
         if format is not None and turn is not None and want.name in stored:
             shape = tuple(stored[want.name].shape)
-            listed[at] = replace(want, shape=shape, transpose=_back(turn))
+            listed[at] = want._replace(shape=shape, transpose=_back(turn))
     return quantised(checkpoint, TensorRequests.of(checkpoint, listed), found)
 
 
@@ -513,7 +513,7 @@ def _pairs(
     codes: Pair | None = None
     quantized: Iterable[tuple[Coding | None, RowTranspose | None]] = repeat((None, None))
     if wants is not None:
-        quantized = zip(wants.codings, wants.transposes, strict=True)
+        quantized = ((want.coding, want.transpose) for want in wants)
     for (name, info), (coding, transpose) in zip(infos.items(), quantized, strict=False):
         right = second.tensors.get(name)
         if coding is not None and not coding.part:
@@ -584,16 +584,16 @@ def way(
     """
     compared = len(checkpoints) > 1
     tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
-    columns = (wants.codings, wants.srcs) if wants is not None else ((), ())
+    asked = zip(wants, wants.srcs, strict=True) if wants is not None else ()
     weights = {
-        (coding, src.name): coded(coding, src)
-        for coding, src in zip(*columns, strict=True)
-        if coding is not None and not coding.part
+        (want.coding, src.name): coded(want.coding, src)
+        for want, src in asked
+        if want.coding is not None and not want.coding.part
     }.values()
     quant_nbytes = max(map(held_nbytes, weights), default=0) + _QUANT_NBYTES * bool(weights)
     unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
     packed = [i for one in checkpoints for i in one.tensors.values() if isinstance(i, Packed)]
-    any_turned = wants is not None and any(each is not None for each in wants.transposes)
+    any_turned = wants is not None and any(want.transpose is not None for want in wants)
     any_turned = any_turned or any(one.turns for one in checkpoints)
     scale_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
     ways = []

@@ -47,7 +47,7 @@ from streamload.files.local import Guard
 from streamload.formats.reader import FORMATS
 from streamload.loading.report import LoadReport
 from streamload.planning.dequantize import dequantized
-from streamload.planning.placement import Placement
+from streamload.planning.moves import Kind, Move
 from streamload.planning.quant_policy import coded
 from streamload.verification.diff import shards_of, tensors_text, way, weights
 from streamload.verification.difference import shape_text
@@ -92,14 +92,14 @@ def verify(
     so far. Payloads of NaN are not compared after a cast. Raises ValueError if functions changed
     values.
     """
-    changed = [p.name for p in report.plan.placements if p.changes]
+    changed = [p.name for p in report.plan.placements if p.kind.changes]
     if changed:
         raise ValueError(f"{changed[0]}: its values were changed on the way: nothing has its bytes")
     sizes = (_BLOCK_NBYTES, _SMALL_BLOCK_NBYTES)
     scales_nbytes = 2 * max((p.scales_nbytes for p, _ in report.plan.placements.counted), default=0)
     needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES + scales_nbytes) for nbytes in sizes]
     block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])
-    packed = [p for p in report.plan.placements if p.src.is_packed]
+    packed = [p for p in report.plan.placements if p.kind.src.is_packed]
     checkpoint = dequantized(checkpoint, dict.fromkeys(r.tensor for p in packed for r in p.source))
     out = []
     done = 0
@@ -109,9 +109,11 @@ def verify(
         found = partial(device.read, buffer)
         for expected in _blocks(placement, checkpoint, report, block_nbytes, parts, found):
             read = found(at, at + len(expected))
-            element = _first_difference(placement, expected, read) if read != expected else None
+            element = (
+                _first_difference(placement.kind, expected, read) if read != expected else None
+            )
             if element is not None:
-                n = placement.dst.itemsize
+                n = placement.kind.dst.itemsize
                 where = slice(element * n, (element + 1) * n)
                 hexes = expected[where].hex(), read[where].hex()
                 out.append(Mismatch(placement.name, at // n + element, *hexes))
@@ -123,7 +125,7 @@ def verify(
 
 
 def _blocks(
-    p: Placement,
+    move: Move,
     checkpoint: Checkpoint,
     report: LoadReport,
     block_nbytes: int,
@@ -134,10 +136,11 @@ def _blocks(
 
     ``parts`` keeps scales by name, computed with their codes; ``found`` reads device bytes.
     """
+    name, source, p, *_ = move
     if p.cast == "part":
-        yield parts.pop(p.name)
+        yield parts.pop(name)
         return
-    sources = [(checkpoint.tensors[rows.tensor], rows) for rows in p.source]
+    sources = [(checkpoint.tensors[rows.tensor], rows) for rows in source]
     dtype, on_cuda = p.dst if p.coding is None else p.src, p.cast == "device"
     out_of_range = report.plan.out_of_range
     expected = Expected(sources, dtype, out_of_range, p.transpose, p.coding, on_cuda)
@@ -147,7 +150,7 @@ def _blocks(
             yield from (expected.cast(data).tobytes() for data in expected.values(read, nbytes))
             return
         yield from expected.codes(read, block_nbytes // 8, found)
-    of = {part.suffix: part.name(p.name) for part in coded(p.coding, p.src).parts}
+    of = {part.suffix: part.name(name) for part in coded(p.coding, p.src).parts}
     parts.update({of[suffix]: bytes(data) for suffix, data in expected.parts.items()})
 
 
@@ -158,23 +161,23 @@ def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[st
     threads = max(report.plan.threads, 1)  # 0: only the calling thread may use the devices
     block_nbytes = max(_BLOCK_NBYTES // threads, 2**20)
 
-    def checksum(found: tuple[Placement, Device, Any]) -> tuple[str, int]:
+    def checksum(found: tuple[Move, Device, Any]) -> tuple[str, int]:
         p, device, buffer = found
         crc = 0
-        for at in range(0, p.nbytes, block_nbytes):
-            crc = zlib.crc32(device.read(buffer, at, min(at + block_nbytes, p.nbytes)), crc)
+        for at in range(0, p.kind.nbytes, block_nbytes):
+            crc = zlib.crc32(device.read(buffer, at, min(at + block_nbytes, p.kind.nbytes)), crc)
         return p.name, crc
 
     todo = [found for found in _buffers(report, model) if found[0].name in names]
     if threads == 1:
         return dict(map(checksum, todo))
     # one thread took 25 s for 16 GB on an H200: it copies pages and then sums them up
-    todo.sort(key=lambda found: -found[0].nbytes)
+    todo.sort(key=lambda found: -found[0].kind.nbytes)
     with ThreadPoolExecutor(threads, "streamload-verify") as pool:
         return dict(pool.map(checksum, todo))  # an error cancels the rest
 
 
-def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device, Any]]:
+def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Move, Device, Any]]:
     """Yield every parameter of a load, its device, and its buffer; None if it has no bytes."""
     loaded = report.state_dict if model is None else model
     owner = framework(framework_of(loaded) or "host")
@@ -186,8 +189,8 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
         }
         found |= _of_state(report, owner, loaded, found)
     for placement in report.plan.placements:
-        buffer = found[placement.name].buffer() if placement.nbytes else None
-        yield placement, owner.device(placement.device), buffer
+        buffer = found[placement.name].buffer() if placement.kind.nbytes else None
+        yield placement, owner.device(placement.kind.device), buffer
 
 
 def _of_state(
@@ -203,7 +206,7 @@ def _of_state(
     return out
 
 
-def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:
+def _first_difference(p: Kind, expected: bytes, found: bytes) -> int | None:
     """Return the index of the first element that differs; None if only NaN payloads do."""
     left, right = (np.frombuffer(data, f"V{p.dst.itemsize}") for data in (expected, found))
     differs = left != right

@@ -25,7 +25,7 @@ from streamload.core.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.core.tensors import RowRange, RowTranspose
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
-from streamload.planning.placement import Placement, Placements
+from streamload.planning.moves import Kind, Move, Moves
 from streamload.planning.plan import DevicePlan, Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
@@ -73,20 +73,26 @@ def llama_3_8b() -> dict[str, tuple[str, list[int]]]:
 names = st.text(max_size=20)
 sizes = st.integers(0, 2**60)
 dtypes = st.sampled_from(list(BY_NAME.values()))
-placements = st.builds(
-    Placement,
-    name=names,
+sources = st.lists(st.builds(RowRange, names, sizes, sizes), max_size=3).map(tuple)
+kinds = st.builds(
+    Kind,
     device=names,
     shape=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
     src=dtypes,
     dst=dtypes,
-    source=st.lists(st.builds(RowRange, names, sizes, sizes), max_size=3).map(tuple),
+    rows=sizes,
     transpose=st.none() | st.builds(RowTranspose, sizes, sizes, sizes),
     action=st.sampled_from(["new", "in_place", "replace"]),
     cast=st.sampled_from(["copy", "llvm", "numpy", "device"]),
-    resident_nbytes=sizes,
     released_nbytes=sizes,
 )
+
+
+def _counted(name: str, source: tuple[RowRange, ...], kind: Kind, nbytes: int) -> Move:
+    return Move(name, source, replace(kind, rows=sum(r.stop - r.start for r in source)), nbytes)
+
+
+placements = st.builds(_counted, names, sources, kinds, sizes)
 device_plans = st.builds(
     DevicePlan,
     device=names,
@@ -105,7 +111,7 @@ device_plans = st.builds(
 plans = st.builds(
     Plan,
     path=names,
-    placements=st.lists(placements, max_size=4).map(Placements.of),
+    placements=st.lists(placements, max_size=4).map(Moves),
     devices=st.lists(device_plans, max_size=3).map(tuple),
     host_nbytes=sizes,
     host_budget_nbytes=sizes,
@@ -637,7 +643,7 @@ def recount(plan: Plan, spec: DeviceSpec) -> tuple[int, int]:
     return peak + scratch, max(peak - begun, 0) + untrimmed + scratch
 
 
-def recount_host(plan: Plan, mine: list[Placement], spec: DeviceSpec) -> int:
+def recount_host(plan: Plan, mine: list[Move], spec: DeviceSpec) -> int:
     """Host memory of a plan for one device: slots or windows, and each worker's own."""
     workers = max(plan.threads, 1)
     casts = {p.cast for p in mine}
@@ -682,7 +688,7 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
         if rng.random() < 0.4:
             old = rng.choice(("float32", "float16", "int8"))
             nbytes = BY_NAME[old].nbytes(math.prod(want.shape))
-            want = replace(want, held=(rng.choice(("d", "other")), old, nbytes))
+            want = want._replace(held=(rng.choice(("d", "other")), old, nbytes))
         wants.append(want)
     return (
         checkpoint,
@@ -783,7 +789,7 @@ def test_a_tied_head_away_from_its_embedding_is_a_copy(apart: bool) -> None:
 def test_parameters_that_have_a_place_stay_there() -> None:
     """What is bound to a device is, and the split gives the rest to where there is room."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F32", [100]) for i in range(4)})
-    wants = [replace(w, device="b") if i < 2 else w for i, w in enumerate(wants_of(checkpoint))]
+    wants = [w._replace(device="b") if i < 2 else w for i, w in enumerate(wants_of(checkpoint))]
     plan = plan_of(checkpoint, device_spec("a", 900), device_spec("b", 1300), wants=wants)
     where = {p.name: p.device for p in plan.placements}
     assert (where["layers.0.w"], where["layers.1.w"]) == ("b", "b")
@@ -972,7 +978,7 @@ def test_what_stays_in_place_keeps_its_segments() -> None:
         f"{k}{i}": ("F16" if k == "a" else "F32", (4 * mib,)) for i in range(10) for k in "ab"
     }
     checkpoint = checkpoint_of(shapes)
-    wants = [replace(want, held=("cuda:0", "float16", 8 * mib)) for want in wants_of(checkpoint)]
+    wants = [want._replace(held=("cuda:0", "float16", 8 * mib)) for want in wants_of(checkpoint)]
     roomy = plan_of(checkpoint, _cuda(1000 * mib), wants=wants)
     assert {p.action for p in roomy.placements} == {"in_place", "replace"}
     # ten segments of 20 MiB with one of each in them, and ten blocks of 16 MiB

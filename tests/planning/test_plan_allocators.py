@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
@@ -445,8 +445,7 @@ def test_the_driver_never_takes_more_than_was_planned(
     wants = [
         want
         if how[want.name] == "new"
-        else replace(
-            want,
+        else want._replace(
             held=(
                 "cuda:0",
                 held[how[want.name]][0],
@@ -492,7 +491,7 @@ def driver_plan(*tensors: tuple[int, int | None], budget_nbytes: int = GIB) -> A
     wants = [
         want
         if held is None
-        else replace(want, held=("cuda:0", "float16" if held == nbytes else "float32", held))
+        else want._replace(held=("cuda:0", "float16" if held == nbytes else "float32", held))
         for want, (nbytes, held) in zip(wants_of(checkpoint), tensors, strict=True)
     ]
     return plan_of(checkpoint, spec(budget_nbytes, "cuda_driver"), wants=wants).devices[0]

@@ -17,7 +17,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BY_CODE, F16, F32, F64, DType
 from streamload.core.tensors import RowRange, RowTranspose
 from streamload.planning.chunks import Chunk, StridedRead, chunks
-from streamload.planning.placement import Placement, Placements
+from streamload.planning.moves import Kind, Move, Moves
 from streamload.planning.plan import Plan, slot_nbytes
 
 Array = np.ndarray[Any, Any]
@@ -25,11 +25,11 @@ Array = np.ndarray[Any, Any]
 START = 1000  # first data byte of each shard
 
 
-def plan_of(chunk_nbytes: int, *placements: Placement) -> Plan:
+def plan_of(chunk_nbytes: int, *placements: Move) -> Plan:
     """A plan of these placements; its numbers of bytes do not matter here."""
     return Plan(
         path="model",
-        placements=Placements.of(placements),
+        placements=Moves(placements),
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=0,
@@ -50,11 +50,13 @@ def place(
     dst: DType = F32,
     transpose: RowTranspose | None = None,
     cast: str = "llvm",
-) -> Placement:
+) -> Move:
     """A placement on a device of no interest."""
     how = "copy" if src is dst else cast
     nbytes = dst.nbytes(math.prod(shape))
-    return Placement(name, "d", shape, src, dst, tuple(source), transpose, "new", how, nbytes)
+    rows, strided = sum(r.stop - r.start for r in source), any(r.columns for r in source)
+    kind = Kind("d", shape, src, dst, rows, transpose, "new", how, strided=strided)
+    return Move(name, tuple(source), kind, nbytes)
 
 
 def played(plan: Plan, cut: Sequence[Chunk], files: Sequence[Array]) -> list[Array]:
@@ -172,7 +174,7 @@ def test_row_permutation(transpose: RowTranspose, chunk_nbytes: int) -> None:
 
 def random_placements(
     rng: random.Random, checkpoint: Checkpoint, files: list[Array]
-) -> tuple[list[Placement], list[Array]]:
+) -> tuple[list[Move], list[Array]]:
     """Parameters put together of random rows, and what they are by numpy's own indexing."""
     placements, expected = [], []
     for number in range(rng.randint(1, 5)):

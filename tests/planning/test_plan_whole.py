@@ -6,7 +6,6 @@ import copy
 import pickle
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from streamload.core.dtypes import BF16, F16, F32
 from streamload.core.tensors import RowRange
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
-from streamload.planning.placement import Placement, Placements
+from streamload.planning.moves import Kind, Moves
 from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 
@@ -143,7 +142,7 @@ def test_placements_are_like_a_tuple() -> None:
     spec = device_spec("d", 2**30)
     expected = tuple(both(checkpoint, spec)[1].placements)
     made = both(checkpoint, spec)[0].placements
-    assert isinstance(made, Placements)
+    assert isinstance(made, Moves)
     assert made[3] == expected[3]
     assert made[-1] == expected[-1]
     assert made[3] is made[3]
@@ -161,7 +160,7 @@ def test_placements_are_like_a_tuple() -> None:
     assert made != expected[1:]
     assert made != "placements"
     for copied in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-        assert type(copied) is Placements
+        assert type(copied) is Moves
         assert copied == made
 
 
@@ -214,7 +213,7 @@ def test_they_are_cut_alike(seed: int, dtype: str) -> None:
     assert any(isinstance(piece, Chunk) for piece in made)
 
 
-def _chunk_nbytes(placement: Placement) -> int:
+def _chunk_nbytes(kind: Kind) -> int:
     return 300_000
 
 
@@ -240,7 +239,7 @@ def test_the_casts_of_one_device() -> None:
     wants = TensorRequests.of(
         checkpoint,
         [
-            replace(want, device=places[want.name][0], dtype=places[want.name][1])
+            want._replace(device=places[want.name][0], dtype=places[want.name][1])
             for want in TensorRequests.every(checkpoint)
         ],
     )
@@ -250,7 +249,7 @@ def test_the_casts_of_one_device() -> None:
     assert wants.casts(policy, True, "x") == [(F32, F16)]
     assert wants.casts(policy, False, "y") == [(BF16, F32), (F32, F16)]
     assert not wants.needs_native_bf16(DTypePolicy.parse("float16"))
-    asked = replace(wants[0], dtype=F16), replace(wants[1], dtype=None)
+    asked = wants[0]._replace(dtype=F16), wants[1]._replace(dtype=None)
     assert TensorRequests.of(checkpoint, asked).needs_native_bf16(policy)  # the pairs are the same
     assert wants.nbytes(policy) == [8, 16, 8]
 

@@ -14,7 +14,7 @@ from streamload.core.memory import DEFAULT_HOST_NBYTES
 from streamload.core.tensors import RowRange, TensorInfo
 from streamload.devices.base import DeviceInfo
 from streamload.files.header import Header
-from streamload.planning.placement import Placements
+from streamload.planning.moves import Moves
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, PlanRequest, make_plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
@@ -82,7 +82,7 @@ def draft_of(checkpoint: Checkpoint) -> Plan:
     """A plan without placements and devices, with defaults."""
     return Plan(
         path=str(checkpoint.path),
-        placements=Placements.of(()),
+        placements=Moves(),
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=DEFAULT_HOST_NBYTES,

@@ -237,7 +237,7 @@ def test_codes_of_cuda_are_those_of_a_near_reciprocal(tmp_path: Path, format: st
 
     def found(there: bytes) -> bytes:
         beside: dict[str, bytes] = {}
-        placed = replace(p, cast="device")
+        placed = p._replace(kind=replace(p.kind, cast="device"))
         read = lambda start, stop: there[start:stop]  # noqa: E731
         made = b"".join(_blocks(placed, open_checkpoint(path), report, 2**19, beside, read))
         assert len(beside) == len(made_parts)
