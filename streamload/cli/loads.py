@@ -38,7 +38,7 @@ from streamload.loading.load import load_state_dict
 from streamload.loading.load import plan as plan_load
 from streamload.loading.load import split as split_layers
 from streamload.planning.plan import PARTS, Plan
-from streamload.planning.tokens import speed_line
+from streamload.planning.planner import speed_line
 
 #: A suggestion of the command ``plan``, if a load does not fit: no command runs a model.
 _PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"

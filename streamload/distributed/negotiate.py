@@ -55,10 +55,10 @@ from streamload.planning.shares import (
     ClusterPlan,
     LayerNumbers,
     Member,
+    Mesh,
     Split,
     make_shares,
 )
-from streamload.planning.slices import Mesh
 from streamload.planning.sources import Found, Source, named_by_user, parameters_of
 from streamload.planning.suggest import Wanted
 

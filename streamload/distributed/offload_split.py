@@ -18,10 +18,9 @@ from streamload.loading.prepare import plan_within, request_of, specs_under
 from streamload.offloading.layers import groups_of_checkpoint
 from streamload.offloading.offload import for_passes
 from streamload.offloading.plan import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, OffloadPlan, Problem
-from streamload.planning.cache_room import CacheRoom
-from streamload.planning.cuts import Need
+from streamload.planning.fit import CacheRoom
 from streamload.planning.match import wants_of
-from streamload.planning.partition import Node, Part, Unit
+from streamload.planning.partition import Need, Node, Part, Unit
 from streamload.planning.plan import DevicePlan, Plan
 from streamload.planning.planner import assign
 from streamload.planning.requests import DeviceSpec, TensorRequests

@@ -17,8 +17,7 @@ from streamload.loading.options import CHANGES, OF_MODELS, PLACE, LoadOptions, O
 from streamload.planning.dequantize import as_in_models, asked, dequantized
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.planning.shares import ClusterPlan, Member, make_shares
-from streamload.planning.slices import Mesh
+from streamload.planning.shares import ClusterPlan, Member, Mesh, make_shares
 
 _PLAN = "base_model_tp_plan"
 

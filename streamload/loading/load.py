@@ -72,10 +72,9 @@ from streamload.planning.dequantize import (
 from streamload.planning.match import Match, shape_of, wants_of
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.planning.quant_policy import QuantPolicy, narrower
+from streamload.planning.quant_policy import Kept, QuantPolicy, keep_blocks, narrower
 from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import Source, named_by_user, parameters_of, sources
-from streamload.planning.stored_blocks import Kept, keep_blocks
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.streaming.loop import stream
 from streamload.streaming.memory_watch import Headroom

@@ -33,8 +33,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, check_object, describe, parse_json_object
 from streamload.files.hub import fingerprint, identity
-from streamload.planning.families import is_conv1d
-from streamload.planning.sources import HEADS, tied_names
+from streamload.planning.sources import HEADS, is_conv1d, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
 
 #: The argument ``adapters=``: folders, or (folder, scale).

@@ -55,13 +55,13 @@ from streamload.planning.planner import (
 from streamload.planning.quant_policy import (
     NO_QUANT,
     QuantPolicy,
+    keep_blocks,
     narrower,
     quantised,
     said_of_dense,
 )
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests, kept_free
 from streamload.planning.sources import Found, Source
-from streamload.planning.stored_blocks import keep_blocks
 from streamload.streaming.memory_watch import process_nbytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.

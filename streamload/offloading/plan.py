@@ -36,11 +36,16 @@ from streamload.offloading.layers import (
     rows_of_experts,
     worth_streaming,
 )
-from streamload.planning.cache_room import CacheRoom
-from streamload.planning.kv_cache import CacheRequest, KvCache
+from streamload.planning.fit import CacheRoom
+from streamload.planning.kv_cache import (
+    CUDA_WORKSPACE_NBYTES,
+    HOST_WORKSPACE_NBYTES,
+    CacheRequest,
+    KvCache,
+    activation_nbytes,
+)
 from streamload.planning.plan import SEGMENTS, DevicePlan, Plan, load_nbytes
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
-from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes
 
 # A note for layers that the CPU can use as stored, and that fit into the page cache.
 _MAPPED_IS_FASTER = (

@@ -25,7 +25,7 @@ from torch import nn
 
 from streamload.offloading.prefetch import Rounds, call_layer
 from streamload.offloading.torch_modules import TorchSlots, Wrapped, refuse_training
-from streamload.planning.room import experts_chosen
+from streamload.planning.kv_cache import experts_chosen
 
 #: The dtype in which outputs of experts are added, one expert after the other: that of the states,
 #: float32, or that of the router's weights. "grouped": all of a token at once, as by "grouped_mm".

@@ -21,8 +21,8 @@ from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.files.header import Turn
-from streamload.planning.families import is_conv1d
 from streamload.planning.requests import DTypePolicy, TensorRequests
+from streamload.planning.sources import is_conv1d
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:

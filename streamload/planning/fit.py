@@ -1,24 +1,35 @@
-"""Choose threads and chunk size of a load such that it fits, and predict its memory by device."""
+"""Choose threads and chunk size of a load such that it fits, and predict its memory by device.
+
+What cannot fit is refused with the numbers, and with arguments with which it would fit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import nsmallest
+from itertools import starmap
 from typing import NamedTuple
 
+from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES
-from streamload.core.units import round_up
+from streamload.core.dtypes import DType
+from streamload.core.memory import STAGING
+from streamload.core.units import format_bytes, round_up
 from streamload.devices.allocators import (
     DRIVER_BLOCK_NBYTES,
     DRIVER_SHARED_NBYTES,
     TRIM_NBYTES,
 )
+from streamload.errors import CheckpointError, Fit, PlanInfeasibleError
 from streamload.files.local import BOUNCE_NBYTES, EXACT_NBYTES
-from streamload.planning.cache_room import CacheRoom
+from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
 from streamload.planning.moves import HOST_CASTS, Kind, Moves
-from streamload.planning.partition import Part
+from streamload.planning.partition import Item, Part, smallest_count, units_of
 from streamload.planning.plan import (
     BATCH_UNITS,
     BULK_NBYTES,
@@ -31,7 +42,125 @@ from streamload.planning.plan import (
     slot_nbytes,
     units_ahead,
 )
-from streamload.planning.requests import DeviceSpec
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests, kept_free
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """The KV cache for which a plan leaves memory free after the load.
+
+    `on`: the layer numbers on each device, by device name; empty until `placed`.
+    """
+
+    cache: KvCache
+    dtype: DType
+    on: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        wants: TensorRequests,
+        policy: DTypePolicy,
+        cache: KvCache,
+        native_bf16: bool,
+    ) -> CacheRoom:
+        """Return the cache with a dtype: the requested, else the weights', else config.json's.
+
+        The weights' dtype is that of most bytes, and counts only if models compute in it.
+        """
+        dtype = cache.request.dtype
+        if dtype is None:
+            nbytes: dict[str, int] = {}  # by name: a dtype's own hash takes ten times as long
+            dsts = wants.dsts(policy, native_bf16)
+            for dst, size in zip(dsts, wants.nbytes(policy, native_bf16), strict=True):
+                nbytes[dst.name] = nbytes.get(dst.name, 0) + size
+            most = max(nbytes, key=lambda name: nbytes[name], default="")
+            dtype = next((one for one in COMPUTED_IN if one.name == most), cache.configured)
+        if dtype is None:
+            raise CheckpointError(
+                str(checkpoint.path),
+                "the dtype of the KV cache is not known",
+                expected="cache_dtype=",
+                found="none",
+            )
+        return cls(cache, dtype, {})
+
+    @property
+    def request(self) -> CacheRequest:
+        """The user's request for a cache, with the chosen dtype filled in."""
+        return replace(self.cache.request, dtype=self.dtype)
+
+    @property
+    def layers(self) -> list[int]:
+        """Bytes of each layer's cache."""
+        asked = self.cache.request
+        return [
+            sum(map(self.dtype.nbytes, layer.elements(asked.context, asked.batch)))
+            for layer in self.cache.layers
+        ]
+
+    def placed(
+        self,
+        checkpoint: Checkpoint,
+        wants: TensorRequests,
+        devices: Sequence[str],
+        policy: DTypePolicy,
+    ) -> CacheRoom:
+        """Return the cache with each layer on the device that holds most of the layer's weights.
+
+        ``devices`` names the device of each of ``wants``.
+        """
+        # by the checkpoint's names, whose layers config.json counts
+        names = [info.name for info in wants.infos]
+        where = dict(zip(names, devices, strict=True))
+        items = list(starmap(Item, dict(zip(names, wants.nbytes(policy), strict=True)).items()))
+        on: dict[str, list[int]] = {}
+        # in place of bytes the layers' numbers, from 1, so that units name their layers
+        numbers = range(1, len(self.cache.layers) + 1)
+        for unit in units_of(items, cache=numbers):
+            if unit.cache_nbytes:
+                weights: dict[str, int] = defaultdict(int)
+                for item in unit.items:
+                    weights[where[item.name]] += item.nbytes
+                most = max(weights, key=weights.__getitem__)
+                on.setdefault(most, []).append(unit.cache_nbytes - 1)
+        # the load may be of the end of a model; the checkpoint has layers
+        everything = (Item(name, 0) for name in checkpoint.tensors if not on)
+        if not on and not any(unit.cache_nbytes for unit in units_of([*everything], cache=numbers)):
+            raise CheckpointError(
+                str(checkpoint.path),
+                "cannot place the KV cache: no tensor's name has the number of a layer",
+                expected="names of layers, such as model.layers.0",
+                found="none",
+            )
+        return replace(self, on=on)
+
+    def nbytes(self, spec: DeviceSpec, context: int) -> int:
+        """Return a device's bytes for the cache of ``context`` tokens, as its allocator rounds."""
+        batch = self.cache.request.batch
+        sizes = (
+            self.dtype.nbytes(elements)
+            for layer in self.on.get(spec.name, ())
+            for elements in self.cache.layers[layer].elements(context, batch)
+        )
+        return sum(spec.taken(sizes))
+
+    def most_context(self, devices: Iterable[DevicePlan], specs: Mapping[str, DeviceSpec]) -> int:
+        """Return the most tokens, up to the requested number, whose cache fits on all devices."""
+        rooms = []
+        for d in devices:
+            spec = specs[d.device]
+            room = spec.budget_nbytes - d.resident_nbytes
+            if spec.free_nbytes is not None:
+                room = min(room, spec.free_nbytes + d.reusable_nbytes - d.resident_nbytes)
+            rooms.append((spec, room))
+
+        def too_long(context: int) -> bool:
+            return any(self.nbytes(spec, context) > room for spec, room in rooms)
+
+        return bisect_right(range(1, self.cache.request.context + 1), False, key=too_long)
+
 
 MIN_CHUNK_NBYTES = 64 * 2**10
 _LEAST_READ_FROM_NBYTES = 16 * 2**20
@@ -432,3 +561,134 @@ def _in_shared_blocks(placements: Moves) -> tuple[list[int], list[int]]:
     released = [move.kind.released_nbytes for move in placements]
     small = range(1, DRIVER_SHARED_NBYTES + 1)
     return [n for n in kept if n in small], [n for n in released if n in small]
+
+
+def check(
+    plan: Plan, shares: Sequence[DeviceShare], cache: CacheRoom | None, host_limit: str
+) -> None:
+    """Raise PlanInfeasibleError if a plan exceeds the memory of a device or of the host.
+
+    ``shares``: the devices and their placements, in the plan's order; ``cache``: the KV cache to
+    leave room for, or None; ``host_limit``: the source of the host's budget, for the message.
+    """
+    specs = {share.spec.name: share.spec for share in shares}
+    for mine, share in zip(plan.devices, shares, strict=True):
+        _check_device(plan, mine, share, specs, cache)
+    sharing = [d for d in plan.devices if d.shared_memory and d.host_needed_nbytes]
+    reserved = sum(each.reserve_nbytes for each in specs.values() if each.info.shared_memory)
+    # memory that no cgroup is charged leaves the cgroup's rest to the others
+    for some in ([d for d in sharing if d.charged], sharing):
+        known = [specs[d.device].host_free_nbytes for d in some]
+        free = max((nbytes for nbytes in known if nbytes is not None), default=None)
+        largest = [(d.device, d.host_needed_nbytes) for d in some]
+        if not all(d.charged for d in some):
+            largest.append((STAGING, plan.host_nbytes))
+        needed = sum(nbytes for _, nbytes in largest)
+        if free is None or needed <= free:
+            continue
+        raise PlanInfeasibleError(
+            ", ".join(d.device for d in some),
+            needed,
+            free,
+            limit="free memory" + " that they share" * (len(some) > 1) + kept_free(reserved),
+            largest=sorted(largest, key=lambda x: (-x[1], x[0])),
+        )
+    if plan.host_nbytes > plan.host_budget_nbytes:
+        raise PlanInfeasibleError(
+            STAGING, plan.host_nbytes, plan.host_budget_nbytes, limit=host_limit
+        )
+
+
+def _check_device(
+    plan: Plan,
+    mine: DevicePlan,
+    share: DeviceShare,
+    specs: Mapping[str, DeviceSpec],
+    cache: CacheRoom | None,
+) -> None:
+    """Raise PlanInfeasibleError if ``mine``, the plan of one device, exceeds its memory."""
+    spec, placements = share.spec, share.placements
+    most = spec.info.largest_allocation_nbytes
+    if most is not None and any(p.nbytes > most for p, _ in placements.counted):
+        largest = [next((p.name, p.kind.nbytes) for p in placements if p.kind.nbytes > most)]
+        raise PlanInfeasibleError(
+            spec.name, largest[0][1], most, limit="largest allocation", largest=largest
+        )
+    limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
+    new = mine.host_needed_nbytes if spec.info.shared_memory else mine.fresh_needed_nbytes
+    if spec.free_nbytes is not None and new > spec.free_nbytes and needed <= available:
+        limit, available, needed = spec.free_limit, spec.free_nbytes, new
+    if needed <= available:
+        return
+    largest = [("the KV cache", mine.cache_nbytes)] if mine.cache_nbytes else []
+    if limit == spec.free_limit:
+        other = mine.object_nbytes + mine.kernel_nbytes
+        largest += [(f"what {len(placements)} tensors take beside their bytes", other)]
+    named = ((move.name, move.kind.nbytes) for move in placements)
+    parameters = nsmallest(8 - len(largest), named, key=lambda x: (-x[1], x[0]))
+    raise PlanInfeasibleError(
+        spec.name,
+        needed,
+        available,
+        limit=limit,
+        largest=sorted([*largest, *parameters], key=lambda x: -x[1]),
+        would_fit=[*_suggestions(plan, mine, share, specs, cache, needed, available)],
+        reason=_why_new(mine) if limit == spec.free_limit else "",
+    )
+
+
+def _suggestions(
+    plan: Plan,
+    mine: DevicePlan,
+    share: DeviceShare,
+    specs: Mapping[str, DeviceSpec],
+    cache: CacheRoom | None,
+    needed: int,
+    available: int,
+) -> Iterator[Fit]:
+    """Yield arguments that would fit: the load takes ``needed`` of ``available`` device bytes."""
+    spec, placements = share.spec, share.placements
+    sizes = (move.kind.nbytes // _shrunk(move.kind) for move in placements)
+    small = sum(spec.taken(sizes))
+    small += needed - mine.resident_nbytes
+    if spec.info.in_process and not mine.scratch_nbytes:
+        small += least_read_nbytes(placements)
+    if cache is not None and cache.cache.request.dtype is None:  # it would shrink as well
+        shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(cache.dtype)
+        small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
+    if any(_shrunk(p) > 1 for p, _ in placements.counted) and small <= available:
+        yield Fit("dtype", '="float16"', format_bytes(small))
+    if cache is not None and mine.peak_nbytes <= spec.budget_nbytes:
+        context = cache.most_context(plan.devices, specs)
+        if 0 < context < cache.cache.request.context:
+            yield Fit("context", f"={context}")
+    if not spec.alone and len({spec.budget_nbytes for spec in specs.values()}) == 1:
+        count = smallest_count(
+            [Item(move.name, move.resident_nbytes) for move in plan.placements],
+            max(available - mine.scratch_nbytes, 0),
+            cache=cache.layers if cache is not None else (),
+        )
+        if count is not None and count > len(plan.devices):
+            yield Fit(f"{count} devices or nodes", f" of {format_bytes(available)}")
+
+
+def _why_new(mine: DevicePlan) -> str:
+    """Explain why overwriting a model's weights needs new memory; "" if it does not."""
+    absent = mine.held_nbytes - mine.reusable_nbytes
+    if absent <= 0:
+        return ""
+    return (
+        f"of the {format_bytes(mine.held_nbytes)} that the model holds, {format_bytes(absent)} "
+        "count as new: they were never written, are mapped from a file, or are shared with another "
+        "process"
+    )
+
+
+def _shrunk(kind: Kind) -> int:
+    """Return how many times smaller a parameter is in float16: 1 if it is quantized."""
+    return 1 if kind.coding is not None else _shrink(kind.dst)
+
+
+def _shrink(dtype: DType) -> int:
+    """Return how many times smaller an element of this dtype is in float16; 1 for integers."""
+    return max(dtype.bits // 16, 1) if dtype.kind == "float" else 1

@@ -24,10 +24,16 @@ from streamload.core.location import Location
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, Suggestion
 from streamload.planning.dequantize import as_in_models, dequantized
-from streamload.planning.families import FAMILIES
 from streamload.planning.match import fits, shape_of, whole_shape
 from streamload.planning.quant_policy import kinds_of
-from streamload.planning.sources import MAPPINGS, MappingArgument, Rename, renamed, sources
+from streamload.planning.sources import (
+    FAMILIES,
+    MAPPINGS,
+    MappingArgument,
+    Rename,
+    renamed,
+    sources,
+)
 
 _MOST_RULES = 4  # prefixes that one line changes, and parts of names
 _MOST_NAMES = 8  # names that one line changes one by one

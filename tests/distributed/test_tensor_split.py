@@ -19,7 +19,7 @@ from thread_group import ThreadGroup, World, run
 import streamload
 from streamload import distributed
 from streamload.errors import PlanInfeasibleError, StateDictMismatchError
-from streamload.planning.slices import Slice
+from streamload.planning.shares import Slice
 
 __all__ = ["path"]
 

@@ -17,7 +17,7 @@ import streamload
 from streamload.core.dtypes import BY_NAME
 from streamload.core.tensors import Block, Columns, RowRange, TensorInfo, byte_ranges, first_byte
 from streamload.errors import PlanInfeasibleError
-from streamload.planning.blocks import cut
+from streamload.planning.match import cut
 from streamload.planning.plan import Plan
 from streamload.planning.sources import Source
 from streamload.verification.verify import verify

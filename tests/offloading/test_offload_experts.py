@@ -22,7 +22,7 @@ from streamload.core.dtypes import BF16
 from streamload.core.tensors import RowRange
 from streamload.core.units import format_bytes
 from streamload.errors import CheckpointError, FileChangedError, OffloadError, PlanInfeasibleError
-from streamload.planning.blocks import split
+from streamload.planning.match import split
 
 torch = needs.module("torch")
 safetensors = needs.module("safetensors.torch")

@@ -15,9 +15,9 @@ from parameters import few
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.planning.cuts import Need
 from streamload.planning.partition import (
     Item,
+    Need,
     Node,
     Part,
     Unit,

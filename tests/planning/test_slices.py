@@ -22,8 +22,7 @@ from streamload.distributed.tensor_split import styles_of
 from streamload.files.header import Header
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.planning.shares import ClusterPlan, Member, make_shares
-from streamload.planning.slices import Mesh
+from streamload.planning.shares import ClusterPlan, Member, Mesh, make_shares
 
 STYLES = {
     "layers.*.self_attn.q_proj": "colwise",

@@ -14,7 +14,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.planning.plan import Plan
-from streamload.planning.tokens import speed_line
+from streamload.planning.planner import speed_line
 
 Tensors = Mapping[str, tuple[str, Sequence[int]]]
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
