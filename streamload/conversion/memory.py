@@ -33,13 +33,13 @@ _RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files
 _OPEN_NBYTES = 2**19  # without the journal, which counts with the files in memory: 0.1 to 0.4 MB
 _CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
 _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
-_TENSOR_NBYTES = 600  # a tensor in plan, journal and report: 310 to 540, most for JSON
+_TENSOR_NBYTES = 720  # a tensor in plan, journal and report: 310 to 700, most for JSON
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, in addition: 150 to 350
 _QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; numpy's temporaries, 1 MB a thread
 _CHANGED_COPIES = 3  # arrays of float64 in which values change: the old, the new, their products
 _KEPT_SHARE = 256  # the kernel keeps 576 bytes for 64 pages of a file in memory: 1/455
 _TURNED_BLOCKS = 12  # blocks of permuted elements, of all threads together
-_TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
+_TEXTS = 5  # names are in headers, journal, sidecar and its dirty pages, the report's JSON
 
 
 @dataclass(frozen=True, slots=True)
