@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import (
@@ -175,20 +175,8 @@ class Copy(NamedTuple):
     unit: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyTable:
-    """Many copies as one table, for the compiled loop; `Copy` objects are made on demand.
-
-    `rows`: a row for each copy, with the fields of `Copy` as columns; int64, C-contiguous.
-    """
-
-    rows: np.ndarray[Any, np.dtype[np.int64]]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Copy]:
-        return map(Copy._make, self.rows.tolist())
+#: Rows of numbers, C-contiguous; of copies, with the fields of `Copy` as columns.
+Table = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +188,17 @@ class Read:
         asked: bytes to request.
         needed: fewest bytes to accept; less than ``asked`` past the file's end, 0 if the slot holds
             the bytes already.
-        copies: the copies of its bytes to the device, in order.
+        copies: the copies of its bytes to the device, in order; a table if they are many.
     """
 
     offset: int
     asked: int
     needed: int
-    copies: Sequence[Copy] | CopyTable
+    copies: Sequence[Copy] | Table
 
 
 class ReadTable(NamedTuple):
-    """Reads with their copies, as tables for the compiled loop; int64, C-contiguous.
+    """Reads with their copies, as tables for the compiled loop.
 
     Attributes:
         rows: (offset, bytes to ask for, bytes needed, first copy, copies, shift) of each read;
@@ -218,8 +206,8 @@ class ReadTable(NamedTuple):
         copies: the fields of each `Copy`.
     """
 
-    rows: np.ndarray[Any, np.dtype[np.int64]]
-    copies: np.ndarray[Any, np.dtype[np.int64]]
+    rows: Table
+    copies: Table
 
     @classmethod
     def of(cls, reads: Sequence[Read]) -> Self:
@@ -228,8 +216,8 @@ class ReadTable(NamedTuple):
         for read in reads:
             rows.extend((read.offset, read.asked, read.needed, first, len(read.copies), 0))
             first += len(read.copies)
-            if isinstance(read.copies, CopyTable):
-                copies.frombytes(read.copies.rows.tobytes())
+            if isinstance(read.copies, np.ndarray):
+                copies.frombytes(read.copies.tobytes())
                 continue
             for copy in read.copies:
                 copies.extend(copy)

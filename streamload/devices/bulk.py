@@ -72,7 +72,6 @@ def _words(base: str, fields: str) -> str:
 
 
 def _parameters(*names: str) -> str:
-    """Return LLVM IR that stores the addresses of loaded fields as a CUDA kernel's parameters."""
     lines = []
     for index, name in enumerate(names):
         lines.append(f"%parameters.{index} = getelementptr ptr, ptr %parameters, i64 {index}")
@@ -99,7 +98,6 @@ def _checked(name: str, stage: BulkStage, following: str) -> str:
 
 
 def _semaphore(lane: str) -> str:
-    """Return LLVM IR of the address of a lane's semaphore."""
     return f"getelementptr [{_SEMAPHORE_NBYTES} x i8], ptr %semaphores, i64 {lane}"
 
 
@@ -383,7 +381,6 @@ class Team:
 
 
 def _address(values: Words) -> int:
-    """Return the address of an array's first element."""
     return values.buffer_info()[0]
 
 

@@ -26,7 +26,6 @@ from streamload.core.interrupt import nothing
 from streamload.core.memory import available_cpus, available_system_nbytes, overhead_nbytes
 from streamload.core.system import address_of, direct_memory, populate
 from streamload.core.units import format_bytes
-from streamload.devices.cuda_driver import Driver
 from streamload.errors import AllocationError, DeviceError
 
 _STREAMS = 4
@@ -42,6 +41,68 @@ _LOG_NBYTES = 4096
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
 _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_int, _uint, _size, _u64 = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
+_pointer, _out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuCtxGetDevice": (ctypes.POINTER(_int),),
+    "cuCtxPushCurrent_v2": (_pointer,),
+    "cuCtxPopCurrent_v2": (_out,),
+    "cuDeviceGet": (ctypes.POINTER(_int), _int),
+    "cuDeviceGetAttribute": (ctypes.POINTER(_int), _int, _int),
+    "cuDeviceGetName": (ctypes.c_char_p, _int, _int),
+    "cuDevicePrimaryCtxRetain": (_out, _int),
+    "cuEventCreate": (_out, _uint),
+    "cuEventDestroy_v2": (_pointer,),
+    "cuEventQuery": (_pointer,),
+    "cuEventRecord": (_pointer, _pointer),
+    "cuEventSynchronize": (_pointer,),
+    "cuGetErrorString": (_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuInit": (_uint,),
+    # grid, block, bytes of shared memory; stream, parameters, options
+    "cuLaunchKernel": (_pointer, *(_uint,) * 7, _pointer, _out, _pointer),
+    "cuMemAlloc_v2": (ctypes.POINTER(_u64), _size),
+    "cuMemFree_v2": (_u64,),
+    "cuMemGetInfo_v2": (ctypes.POINTER(_u64), ctypes.POINTER(_u64)),
+    "cuMemHostRegister_v2": (_pointer, _size, _uint),
+    "cuMemHostUnregister": (_pointer,),
+    "cuMemcpyDtoHAsync_v2": (_pointer, _u64, _size, _pointer),
+    "cuMemcpyHtoDAsync_v2": (_u64, _pointer, _size, _pointer),
+    "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _size, _pointer),
+    "cuModuleGetFunction": (_out, _pointer, ctypes.c_char_p),
+    "cuModuleLoadDataEx": (_out, ctypes.c_char_p, _uint, ctypes.POINTER(_int), _out),
+    "cuModuleUnload": (_pointer,),
+    "cuStreamCreate": (_out, _uint),
+    "cuStreamDestroy_v2": (_pointer,),
+    "cuStreamGetCtx": (_pointer, _out),
+    "cuStreamQuery": (_pointer,),
+    "cuStreamSynchronize": (_pointer,),
+    "cuStreamWaitEvent": (_pointer, _pointer, _uint),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(_int),),
+}
+
+
+class Driver:
+    """The CUDA driver's library, loaded twice.
+
+    Attributes:
+        quick: for calls that return at once: they keep the interpreter's lock.
+        slow: for calls that may wait: they release it.
+
+    Raises OSError: there is no driver.
+    """
+
+    def __init__(self) -> None:
+        self.quick: Any = ctypes.PyDLL("libcuda.so.1")
+        self.slow: Any = ctypes.CDLL("libcuda.so.1")
+        for library in (self.quick, self.slow):
+            for name, types in _PROTOTYPES.items():
+                getattr(library, name).argtypes = types
+
+    def reason(self, status: int) -> str:
+        """Return the driver's text for a status."""
+        text = ctypes.c_char_p()
+        self.quick.cuGetErrorString(status, ctypes.byref(text))
+        return (text.value or b"unknown error").decode()
 
 
 @cache
@@ -118,11 +179,15 @@ class Context:
     @cached_property
     def integrated(self) -> bool:
         """Whether the device has no memory of its own, but the host's, as on Jetson boards."""
+        return bool(self.attribute(_INTEGRATED))
+
+    def attribute(self, number: int) -> int:
+        """Return the value of a ``CUdevice_attribute``."""
         device, value = ctypes.c_int(), ctypes.c_int()
         with self.current():
             self.call("cuCtxGetDevice", ctypes.byref(device))
-            self.call("cuDeviceGetAttribute", ctypes.byref(value), _INTEGRATED, device)
-        return bool(value)
+            self.call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
+        return value.value
 
     def memory_nbytes(self) -> tuple[int, int]:
         """Return (free, total) bytes.
@@ -229,7 +294,6 @@ def _destroy(context: Context, event: int) -> None:
 
 @cache
 def _other_context(context: Context, handle: int) -> Context:
-    """Return another context if it is one of the same device, else ``context``."""
     other, devices = Context(context.name, handle), (ctypes.c_int(), ctypes.c_int())
     for each, device in zip((context, other), devices, strict=True):
         with each.current():
@@ -268,7 +332,6 @@ def _give_back(context: Context, stream: int) -> None:
 
 @cache
 def _spins() -> bool:
-    """Whether waits for copies spin instead of sleep: on more than `_SLEEP_CPUS` CPUs; cached."""
     return available_cpus() > _SLEEP_CPUS
 
 
@@ -289,7 +352,6 @@ class _Stream:
         self.stream = 0
 
     def _create(self) -> None:
-        """Create stream and event in the current context."""
         self.stream = _take_stream(self._context)
         self.event = Event(self._context)
 
@@ -315,7 +377,6 @@ class _Stream:
         with self._context.current():
             if self.stream:  # the event is not enough: the last copy may have failed before it
                 failure = self._slow.cuStreamSynchronize(self.stream)
-            if self.stream:
                 _give_back(self._context, self.stream)
             self.stream = 0
             vars(self).pop("event", None)
@@ -442,6 +503,5 @@ def load_kept(context: Context, ptx: str, symbol: str) -> int:
 
 @cache
 def _function(context: Context, ptx: str, symbol: str) -> int:
-    """Load a function into a context for as long as the process lives; return its handle."""
     with context.current():
         return load_function(_driver(), context.name, ptx, symbol).handle

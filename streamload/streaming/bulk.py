@@ -11,7 +11,7 @@ import numpy as np
 
 from streamload.core.units import round_up
 from streamload.devices.allocators import DRIVER_BLOCK_NBYTES
-from streamload.devices.base import Copy, CopyTable, Read, ReadTable, Staging
+from streamload.devices.base import Copy, Read, ReadTable, Staging, Table
 from streamload.planning.chunks import Chunk, SmallTensorBatch
 from streamload.planning.plan import SEGMENTS
 from streamload.streaming.state import Job, Refill, WorkItem
@@ -120,7 +120,6 @@ def _read_nbytes(job: Job, whole: int) -> int:
 
 
 def _follows(a: Copy, b: Copy) -> bool:
-    """Whether two uncast copies are adjacent, in the slot and on the device."""
     return not (a.kernel or b.kernel) and a.nbytes == b.at - a.at == b.address - a.address
 
 
@@ -151,7 +150,7 @@ def _pack_reads(
     for first, (begun, end) in zip(firsts.tolist(), pairwise(ends), strict=True):
         rows[begun:end, 0] = at[begun:end] + first % alignment
         last = min(first + size, pack.stop)
-        yield _read(first, last, alignment, CopyTable(rows[begun:end]))
+        yield _read(first, last, alignment, rows[begun:end])
 
 
 def copy_of(
@@ -176,7 +175,7 @@ def copy_of(
     return Copy(at, nbytes, address + offset)
 
 
-def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy] | CopyTable) -> Read:
+def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy] | Table) -> Read:
     """Return the read of file bytes ``start`` to ``stop`` (exclusive), rounded to ``alignment``."""
     first = start // alignment * alignment
     return Read(first, round_up(stop, alignment) - first, stop - first, copies)

@@ -122,7 +122,6 @@ class DeviceCasts:
         return self.held(index)
 
     def _send(self, index: int, make: Callable[[], Weight]) -> None:
-        """Read the scales of a placement, and write them to its reserved memory."""
         t = self._tallies[index][1].kind.transpose
         at = self.held(index) - self._memory.address
         for part in dequant_ptx.weight_parts(make(), (t.outer, t.inner) if t else None):
@@ -187,19 +186,16 @@ class DeviceCasts:
         self._memory.close()
 
     def _tally_bytes(self, index: int) -> bytes:
-        """Read the counts that kernels have left for one placement."""
         at, p = self._tallies[index]
         start = self._tallies_at + at
         return self._memory.read(start, start + p.kind.tally_nbytes)
 
     def _info(self, p: Move) -> Packed | None:
-        """Return the quantized tensor that a placement dequantizes; None for other placements."""
         info = self._checkpoint.tensors[p.source[0].tensor] if p.kind.src.is_packed else None
         assert info is None or isinstance(info, Packed), p.name
         return info
 
     def _key(self, p: Move) -> tuple[object, ...]:
-        """Return a key of a placement's kernel, so that equal kernels are compiled once."""
         info = self._info(p)
         if info is None:
             return p.kind.src, p.kind.dst, p.kind.coding
@@ -241,7 +237,6 @@ class _Ring:
 
 
 def _kernel(bulk: BulkCopier, p: Kind, info: Packed | None, *, clamp: bool) -> int:
-    """Return the handle of a placement's cast kernel, for `Copy.kernel`."""
     if info is not None:
         text = dequant_ptx.dequant_ptx(values_of(info), p.dst, clamp=clamp, turned=p.turned_there)
         return bulk.function(text, dequant_ptx.SYMBOL)
@@ -251,7 +246,6 @@ def _kernel(bulk: BulkCopier, p: Kind, info: Packed | None, *, clamp: bool) -> i
 
 
 def _made(p: Kind) -> Units:
-    """Return the description of the quantized weight for a placement that a device quantizes."""
     assert p.coding is not None
     made = coded(p.coding, p.src)
     assert isinstance(made, Units), made
@@ -259,7 +253,6 @@ def _made(p: Kind) -> Units:
 
 
 def _counts(p: Kind, tally: bytes) -> CastCounts | QuantCounts:
-    """Return a placement's counts from the bytes that a kernel left in ``tally``."""
     if p.coding is not None:
         return Tally.from_buffer_copy(tally).counts(p.numel)
     over, zeros, changed = struct.unpack("<3Q", tally)

@@ -30,8 +30,7 @@ from streamload.streaming.transpose import Transposer, rows_of
 from streamload.streaming.under_way import Outcome, SlotTicket, UnderWay, named
 
 if TYPE_CHECKING:
-    from streamload.devices.cuda_copies import BulkCopier
-    from streamload.devices.cuda_refill import Refiller
+    from streamload.devices.cuda_copies import BulkCopier, Refiller
 
 
 class Worker:

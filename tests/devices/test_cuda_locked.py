@@ -1,4 +1,4 @@
-"""`devices.cuda_locked`, with a small C library in the place of CUDA's driver.
+"""`devices.cuda_copies`, with a small C library in the place of CUDA's driver.
 
 It refuses copies from memory that is not locked, and runs them when somebody waits for them.
 """
@@ -15,15 +15,15 @@ PRELUDE = """
 import ctypes, os, sys
 import numpy as np
 from streamload.core import memory
-from streamload.devices import cuda_locked
+from streamload.devices import cuda_copies
 from streamload.devices.base import Copy, Read, ReadTable
 from streamload.devices.cuda import Context, DeviceMemory, _driver
 from streamload.devices.cuda_copies import _loop
-from streamload.devices.cuda_refill import Refiller
+from streamload.devices.cuda_copies import Refiller
 
 path = sys.argv[1]
 data = open(path, "rb").read()
-cuda_locked._LEAST_NBYTES = 4000
+cuda_copies._LEAST_NBYTES = 4000
 driver = ctypes.CDLL("libcuda.so.1")
 context = Context.primary("cuda:0", 0)
 fd = os.open(path, os.O_RDONLY)
@@ -204,7 +204,7 @@ def test_small_copies_are_read_into_slots_that_are_as_small(folder: Path, path: 
         folder,
         path,
         """
-cuda_locked._LEAST_NBYTES = 2**18
+cuda_copies._LEAST_NBYTES = 2**18
 PIECES["long"] = [(at, 60_000, 700_000 + at) for at in range(0, 240_000, 60_000)]
 PIECES["long"] += [(400_000, 300_000, 1_200_000)]
 few = Refiller(context, _loop(), 3, 2, 60_000)

@@ -23,7 +23,7 @@ from streamload.core.dtypes import DType
 from streamload.core.memory import STAGING, Ledger
 from streamload.devices.base import (
     BulkFailure,
-    CopyTable,
+    Copy,
     DeviceInfo,
     Read,
     Staging,
@@ -235,8 +235,8 @@ class Segments:
             data = os.pread(fd, read.asked, read.offset)
             assert len(data) >= read.needed
             view[: len(data)] = data
-            assert isinstance(read.copies, CopyTable)
-            for copy in read.copies:
+            assert isinstance(read.copies, np.ndarray)
+            for copy in map(Copy._make, read.copies.tolist()):
                 start, stop = copy.address - self.BASE, copy.address - self.BASE + copy.nbytes
                 if start // (2 * MIB) != (stop - 1) // (2 * MIB):
                     return BulkFailure(i, "copy", 1)

@@ -16,7 +16,7 @@ import torch
 
 from streamload.core.dtypes import DType
 from streamload.core.system import address_of
-from streamload.devices import cuda, cuda_refill
+from streamload.devices import cuda, cuda_copies
 from streamload.devices.base import BulkFailure, DeviceInfo, Read, ReadTable, Staging, Ticket
 from streamload.devices.bulk import Loop, Team, libc_calls
 from streamload.devices.cuda_copies import Copies
@@ -191,7 +191,7 @@ class Driven(Copies, torch_devices.CPUDevice):
         """A ticket of all that was computed."""
         mark: Any = None
         with self.context.current():
-            mark = cuda_refill.Mark(self.context, [self._stream])
+            mark = cuda_copies.Mark(self.context, [self._stream])
             mark.record()
         mark.stream = self._stream
         return mark
