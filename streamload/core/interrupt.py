@@ -1,7 +1,8 @@
-"""Deferral of Ctrl-C and of cancellation to safe points."""
+"""Deferral of Ctrl-C and of cancellation to safe points; threads that end with the program."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from traceback import walk_stack, walk_tb
 from types import FrameType
 
 _Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+_EXIT_S = 2.0  # the longest wait for a thread when the program ends
 
 
 def without_locals(error: BaseException | None) -> None:
@@ -141,3 +144,36 @@ def deferred_interrupt() -> Iterator[Interrupt]:
         if callable(handler) and signal.getsignal(signal.SIGINT) == interrupt.handle:
             signal.signal(signal.SIGINT, handler)
     interrupt.check()
+
+
+# By running thread, the function that stops it. At exit Python ends a daemon thread when it takes
+# the interpreter's lock again; inside C++ code of torch, that aborts the process.
+_RUNNING: dict[threading.Thread, Callable[[], None]] = {}
+
+
+def started(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
+    """Start and return a daemon thread that runs ``run``; process exit calls ``stop`` to end it."""
+
+    def body() -> None:
+        try:
+            run()
+        finally:
+            _RUNNING.pop(thread, None)
+
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    _RUNNING[thread] = stop
+    try:
+        thread.start()
+    except BaseException:
+        del _RUNNING[thread]
+        raise
+    return thread
+
+
+@atexit.register
+def _end_threads() -> None:
+    found = [(thread, stop) for thread, stop in [*_RUNNING.items()] if thread.is_alive()]
+    for _, stop in found:
+        stop()
+    for thread, _ in found:
+        thread.join(_EXIT_S)

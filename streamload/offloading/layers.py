@@ -231,7 +231,6 @@ def _resident_nbytes(layers: Sequence[LayerSize]) -> int:
 
 
 def _rows_within(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
-    """Return the embeddings that fit into ``room_nbytes``, to stay."""
     rows = [layer for layer in layers if layer.kind == "rows"]
     return _greedy(sorted(rows, key=lambda each: -each.resident_nbytes), room_nbytes)
 
@@ -239,7 +238,6 @@ def _rows_within(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSiz
 def _decided(
     layers: Sequence[LayerSize], stay: Sequence[LayerSize], slots: int = 0, slot_nbytes: int = 0
 ) -> Residency:
-    """Return the residency in which ``stay`` stay, and the others stream or are read by rows."""
     names = {layer.name for layer in stay}
     absent = [layer for layer in layers if layer.name not in names]
     streams = [layer for layer in absent if layer.kind != "rows"]
@@ -291,29 +289,28 @@ def _kept(
     totals = [sum(map(price, group)) for group in groups]
     total = sum(totals)
     found: list[tuple[float, list[float], list[int]]] = []
-    for trial in product(*counts):
-        taken = sum(n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True))
+    for some in product(*counts):
+        taken = sum(n * group[0].resident_nbytes for n, group in zip(some, few, strict=True))
         left = room_nbytes - taken
         if left < 0:
             continue
         n = min(left // max(many[0].resident_nbytes, 1), len(many))
-        saved = [k * price(g[0]) for k, g in zip((*trial, n), groups, strict=True)]
-        found.append((total - sum(saved), saved, [*trial, n]))
+        saved = [k * price(g[0]) for k, g in zip((*some, n), groups, strict=True)]
+        found.append((total - sum(saved), saved, [*some, n]))
     most = min((cost for cost, _, _ in found), default=0.0) * _NEARLY_LEAST
-
     several = [at for at, group in enumerate(groups) if len(group) > 1]
     spread_total = sum(totals[at] for at in several) or 1
-
-    def uneven(saved: Sequence[float]) -> float:
+    best, best_order = [0] * len(groups), (math.inf, math.inf)
+    for cost, saved, trial in found:
         share = sum(saved[at] for at in several) / spread_total
-        return sum(abs(saved[at] - share * totals[at]) for at in several)
-
-    _, _, best = min(
-        (each for each in found if each[0] <= most),
-        key=lambda each: (uneven(each[1]), each[0]),
-        default=(0.0, [], [0] * len(groups)),
-    )
-    return [layer for n, group in zip(best, groups, strict=True) for layer in _spread(group, n)]
+        uneven = sum(abs(saved[at] - share * totals[at]) for at in several)
+        if cost <= most and (uneven, cost) < best_order:
+            best, best_order = trial, (uneven, cost)
+    return [
+        group[(2 * i + 1) * len(group) // (2 * n)]  # at even distances
+        for n, group in zip(best, groups, strict=True)
+        for i in range(n)
+    ]
 
 
 def _greedy(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
@@ -323,11 +320,6 @@ def _greedy(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
             kept.append(layer)
             room_nbytes -= layer.resident_nbytes
     return kept
-
-
-def _spread(layers: Sequence[LayerSize], count: int) -> list[LayerSize]:
-    """Return ``count`` of the layers, at even distances."""
-    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
 # A tensor of experts: the module, the expert's number if it holds one expert, the parameter.

@@ -134,7 +134,6 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
 
 
 def _first(outputs: Any) -> Any:
-    """Return the first item of a model's output; None if it has no items."""
     with suppress(TypeError, IndexError, KeyError):
         return outputs[0]
     return None
@@ -147,7 +146,6 @@ def _allocated(past: Any) -> int:
 
 
 def _length(past: Any) -> int:
-    """Return how many tokens of each sequence are in a KV cache of transformers."""
     if hasattr(past, "get_seq_length"):
         return int(past.get_seq_length())
     with suppress(TypeError, IndexError, AttributeError, KeyError):
@@ -315,7 +313,6 @@ class ModelAdapter(ABC, Generic[P]):
         self._emptied.clear()
 
     def _wrap(self, wrapped: Wrapped) -> None:
-        """Put a substitute for a module's method in place, until `take_out`."""
         wrapped.put()
         self._wrapped.append(wrapped)
 
@@ -332,7 +329,11 @@ class ModelAdapter(ABC, Generic[P]):
         fixed: set[int] = set()
         heads: list[LayerGroup] = []
         for at in [at for module in without(found, taken) for at in module.numbers]:
-            modules = self._modules_of(wants.names[at], layers)
+            named: dict[str, None] = {}  # the layers, or else parent modules, that hold it
+            for each in self._parameters[wants.names[at]].names:
+                layer = next((layer for layer in layers if each.startswith(f"{layer}.")), None)
+                named[layer or each.rpartition(".")[0]] = None
+            modules = list(named)
             if self.stays(wants.names[at], stay):
                 fixed.add(at)
             elif len(modules) > 1:
@@ -375,14 +376,6 @@ class ModelAdapter(ABC, Generic[P]):
         names = self._parameters[name].names
         return self.must_stay(name) or any(matches(each, stay) for each in names)
 
-    def _modules_of(self, name: str, layers: Sequence[str]) -> list[str]:
-        """Return names of the layers, or else parent modules, that hold a parameter."""
-        found: dict[str, None] = {}
-        for each in self._parameters[name].names:
-            layer = next((layer for layer in layers if each.startswith(f"{layer}.")), None)
-            found[layer or each.rpartition(".")[0]] = None
-        return list(found)
-
     def _head_with(
         self, at: int, names: Sequence[str], problem: Problem, layers: Sequence[str]
     ) -> LayerGroup | None:
@@ -423,10 +416,8 @@ class ModelAdapter(ABC, Generic[P]):
                 raise OffloadError(f"{name} streams, and {reason}")
             self._emptied.append(name)
 
-    def put(
-        self, plan: OffloadPlan, problem: Problem, device: Device, rounds: Rounds | None
-    ) -> None:
-        """Make modules fetch what streams when called; without ``rounds``, embeddings only."""
+    def put(self, plan: OffloadPlan, problem: Problem, device: Device, rounds: Rounds) -> None:
+        """Make modules fetch what streams when called."""
         wants, dsts = problem.wants, problem.dsts
         self.begin_streaming(plan, problem, device)
         by_name = {group.name: group for group in plan.groups}
@@ -443,7 +434,6 @@ class ModelAdapter(ABC, Generic[P]):
         placements = iter(plan.layer_placements)
         for number, name in enumerate(plan.residency.streams):
             group = by_name[name]
-            assert rounds is not None
             place = {order[at]: n for n, at in enumerate(next(placements))}
             weights = [(place[wants.names[at]], wants.names[at]) for at in group.wants]
             self.stream_layer(name, number, weights, rounds)
@@ -452,7 +442,6 @@ class ModelAdapter(ABC, Generic[P]):
         for name in plan.residency.gathers:
             gather(name, by_name[name])
         for number, name in enumerate(plan.residency.experts):
-            assert rounds is not None
             each = [
                 {order[at].rpartition("[")[0]: n for n, at in enumerate(next(placements))}
                 for _ in range(by_name[name].experts)
@@ -462,7 +451,6 @@ class ModelAdapter(ABC, Generic[P]):
 
 
 def _joined(groups: Sequence[LayerGroup], heads: Sequence[LayerGroup]) -> list[LayerGroup]:
-    """Return groups with tied heads added, each merged with the group of its other weights."""
     found = {group.name: group for group in groups}
     for head in heads:
         own = found.pop(head.name, None)

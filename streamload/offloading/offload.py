@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, Self, Unpack
 
 from streamload.checkpoint.fetch import on_disk
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
@@ -45,7 +45,6 @@ from streamload.offloading.slots import (
     FileViews,
     HostFile,
     Layer,
-    RoundStats,
     Slots,
 )
 from streamload.planning.match import wants_of
@@ -115,12 +114,11 @@ class OffloadReport(Shown):
         plan: OffloadPlan,
         load: LoadReport,
         timed: Timed,
-        rounds: Rounds | None,
+        rounds: Rounds,
         overrun: str = "",
     ) -> OffloadReport:
-        """Return the counts of ``timed`` and ``rounds``, which is None if nothing streams."""
-        stats = rounds.stats if rounds is not None else RoundStats()
-        cache = rounds.experts if rounds is not None else ExpertCache((), 0)
+        """Return the counts of ``timed`` and ``rounds``."""
+        stats, cache = rounds.stats, rounds.experts
         rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
         experts = (ExpertReport(*row) for row in rows)
         return cls(
@@ -211,38 +209,6 @@ class OffloadReport(Shown):
     __repr__ = __str__
 
 
-class Streaming(NamedTuple):
-    """The plan of an offload, and the threads, slots and host memory that bring its layers.
-
-    ``rounds`` is None if nothing streams, ``host`` if host memory keeps no layers.
-    """
-
-    plan: OffloadPlan
-    rounds: Rounds | None = None
-    host: HostFile | None = None
-
-    def pause(self, why: str) -> None:
-        """Free the slots until `begin` gets ``rounds``, or `close` if it would hold more."""
-        if self.rounds is not None and self.host is None and self.rounds.may_pause:
-            self.rounds.pause()
-        else:
-            self.close(why)
-
-    def close(self, why: str) -> None:
-        """End the threads, and free slots and host memory; later uses raise OffloadError(why)."""
-        if self.rounds is not None:
-            self.rounds.close(why)
-        if self.host is not None:
-            self.host.close()
-
-    def abandon(self) -> None:
-        """Let the threads end, without waiting; called once nothing refers to the layers."""
-        if self.rounds is not None:
-            self.rounds.abandon()
-        if self.host is not None:
-            self.host.close()
-
-
 class Offloaded:
     """A model that is offloaded, until `close` or the end of a ``with`` block.
 
@@ -251,9 +217,10 @@ class Offloaded:
         load: the report of loading the layers that stay.
     """
 
-    def __init__(self, streaming: Streaming, load: LoadReport, model: ModelAdapter[Any]) -> None:
-        self.plan, self.load = streaming.plan, load
-        self._streaming, self._model, self._rounds = streaming, model, streaming.rounds
+    def __init__(
+        self, plan: OffloadPlan, load: LoadReport, model: ModelAdapter[Any], rounds: Rounds
+    ) -> None:
+        self.plan, self.load, self._model, self._rounds = plan, load, model, rounds
 
     @property
     def report(self) -> OffloadReport:
@@ -272,7 +239,7 @@ class Offloaded:
         """
         if self._model.timed.running:
             raise OffloadError("it cannot be closed while a pass is under way: let that end first")
-        self._streaming.close("the model's offload was closed: offload or load it again")
+        self._rounds.close("the model's offload was closed: offload or load it again")
         self._model.take_out()
 
     def __enter__(self) -> Self:
@@ -360,23 +327,22 @@ class Prepared:
 
     def run(self, progress: Progress, clock: Clock) -> Offloaded:
         """Load the layers that stay, and let the others stream; after an error, undo all."""
-        adapter, streaming = self.adapter, Streaming(self.plan)
-        ((_, device),) = self.load.place.devices.opened.items()
+        adapter, ((_, device),) = self.adapter, self.load.place.devices.opened.items()
+        rounds = rounds_of(self.plan, device)
         try:
             adapter.empty(self.plan, self.problem.wants)
             report = run(self.load, progress, clock)
-            streaming = begin(self.plan, self.problem, device, adapter.slots)
-            made = streaming.plan
+            made = begin(rounds, self.plan, self.problem, device, adapter.slots)
             if made.residency.absent:
-                adapter.put(made, self.problem, device, streaming.rounds)
+                adapter.put(made, self.problem, device, rounds)
             elif made.tokens is not None or made.cached_tokens:
                 adapter.end_putting(made, None)
             adapter.room.tokens, adapter.room.cached = made.tokens, made.cached_tokens
         except BaseException:
-            streaming.close("it could not be offloaded")
+            rounds.close("it could not be offloaded")
             adapter.take_out()
             raise
-        return Offloaded(streaming, report, adapter)
+        return Offloaded(made, report, adapter, rounds)
 
 
 @takes(transfer=NO_TRANSFER)
@@ -510,39 +476,13 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
     return Decision.make(part, call, part.match(call))
 
 
-def begin(
+def rounds_of(
     made: OffloadPlan,
-    problem: Problem,
     device: Device,
-    kind: type[Slots],
-    before: Rounds | None = None,
-) -> Streaming:
-    """Return a `Streaming` without threads: slots of class ``kind``, layers read to host memory.
-
-    ``before`` is that of an earlier one of the same plan; if it was paused, it goes on.
-    """
-    if made.stream is None:
-        return Streaming(made)
-    if before is not None and before.is_paused:
-        before.resume(_arena(made, problem, device, kind))
-        return Streaming(made, before)
-    if not made.host:
-        return Streaming(made, _rounds(made, problem, device, kind))
-    names, ahead = made.tensors_of(made.host, problem.wants), made.stream.ahead
-    kept = HostFile(problem.checkpoint, names, keeps=made.cached, ahead=ahead)
-    try:
-        made = problem.streamed_from(made, kept.checkpoint)
-        there = replace(problem, checkpoint=kept.checkpoint)
-        return Streaming(made, _rounds(made, there, device, kind), kept)
-    except BaseException:
-        kept.close()
-        raise
-
-
-def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Rounds:
-    """Return a `Rounds` that fills newly allocated slots, or uses mapped files as its slots."""
-    assert made.stream is not None
-    residency, moves = made.residency, made.stream.placements
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Rounds:
+    """Return the `Rounds` of a plan, for `begin`; without layers if none streams."""
+    residency, moves = made.residency, made.stream.placements if made.stream else ()
     sizes = {layer.name: layer.nbytes for layer in made.sizes}
     names = [(name, -(-sizes[name] // residency.slot_nbytes)) for name in residency.streams]
     for name, count in zip(residency.experts, made.experts, strict=True):
@@ -551,21 +491,41 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
         Layer(name, placements, slots, sum(moves[at].kind.src_nbytes for at in placements))
         for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
-    # passes will have touched slots and staging
-    watch = PassWatch(made.device, made.passes_nbytes)
-    memory: Slots
+    experts = ExpertCache(made.experts, residency.cache_slots, len(residency.streams))
+    return Rounds(device, layers, experts, within)
+
+
+def begin(
+    rounds: Rounds, made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]
+) -> OffloadPlan:
+    """Open ``rounds`` with slots of class ``kind``, and layers read to host memory, if any.
+
+    Returns the plan: with the files that layers come from then.
+    """
+    if made.stream is None:
+        return made
+    kept = None
+    try:
+        if made.host:
+            names, ahead = made.tensors_of(made.host, problem.wants), made.stream.ahead
+            kept = HostFile(problem.checkpoint, names, keeps=made.cached, ahead=ahead)
+            made = problem.streamed_from(made, kept.checkpoint)
+            problem = replace(problem, checkpoint=kept.checkpoint)
+        assert made.stream is not None
+        devices = {made.stream.devices[0].device: device}
+        transfer = Transfer(made.stream, problem.checkpoint, devices, problem.options.changes)
+        watch = PassWatch(made.device, made.passes_nbytes)  # before slots and staging are touched
+        rounds.open(transfer, _slots(made, problem, device, kind), watch, kept)
+        return made
+    except BaseException:
+        if kept is not None:
+            kept.close()
+        raise
+
+
+def _slots(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Slots:
     if made.views:
-        memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
-    else:
-        memory = _arena(made, problem, device, kind)
-    devices = {made.stream.devices[0].device: device}
-    transfer = Transfer(made.stream, problem.checkpoint, devices, problem.options.changes)
-    experts = ExpertCache(made.experts, residency.cache_slots)
-    return Rounds(transfer, layers, memory, experts, watch)
-
-
-def _arena(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Slots:
-    """Return newly allocated slots."""
+        return FileViews(made, problem.checkpoint, device, kind.weight_of)
     assert made.stream is not None
     arena = device.allocate(BY_NAME["uint8"], (made.residency.arena_nbytes,))
     return kind(arena, made, _parts(made.stream, problem.checkpoint))

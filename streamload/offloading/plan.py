@@ -403,7 +403,6 @@ class Problem:
 
     @cached_property
     def _load_nbytes(self) -> int:
-        """Host bytes that a load takes besides the data, for objects and the kernel."""
         each = zip(self.dsts, self.wants, self.nbytes, strict=True)
         objects = self.spec.objects.of((dst.name, want.shape, n, 1) for dst, want, n in each)
         count = len(self.wants)
@@ -534,7 +533,6 @@ class Problem:
         return replace(made, stream=stream, **there._viewable(found, stream)._asdict())
 
     def _has_ahead(self, made: OffloadPlan) -> bool:
-        """Whether the host has memory for the kernel's read-ahead in passes."""
         if made.stream is None:
             return True
         free = self.spec.free_nbytes
@@ -548,7 +546,6 @@ class Problem:
         return all(free is None or free - taken >= ahead for free, taken in pools)
 
     def _rounded(self, found: Residency) -> Residency:
-        """Return the residency with slots rounded up to segments of the device's allocator."""
         if self.spec.info.allocator not in SEGMENTS or not found.arena_nbytes:
             return found
         arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
@@ -611,14 +608,12 @@ class Problem:
         return plan_within(alone, request, reading=reading, most_threads=most_threads)
 
     def _requests(self, numbers: Sequence[int]) -> list[TensorRequest]:
-        """Return requests of parameters, by index, for new memory on the device."""
         return [
             self.wants[at]._replace(held=None, reusable_nbytes=None, device=self.spec.name)
             for at in numbers
         ]
 
     def _experts(self, group: LayerGroup) -> list[list[TensorRequest]]:
-        """Return the requests of each expert of a layer, one for each parameter."""
         wants = self._requests(group.wants)
         if group.apart:
             return [wants[at : at + group.parts] for at in range(0, len(wants), group.parts)]
@@ -632,7 +627,6 @@ class Problem:
         ]
 
     def _is_cached(self, found: Residency) -> bool:
-        """Whether this host's page cache has room for the files of all that streams."""
         if self.options.page_cache != "auto":
             return self.options.page_cache == "keep"
         free = free_host_nbytes()
@@ -676,7 +670,6 @@ def decide_by_layers(
 
 
 def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
-    """Raise PlanInfeasibleError if the host lacks memory for the layers that it keeps."""
     free = free_host_nbytes()
     if not made.host or free is None:
         return

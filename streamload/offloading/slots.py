@@ -232,7 +232,8 @@ class ExpertCache:
     evicted. A pass that asks for every expert, as a prompt does, keeps the order of the scores,
     where least-recently-used would lose the whole cache. docs/measurements.md compares policies.
 
-    Experts are numbered over all layers: those of the first layer, then of the second, and so on.
+    Experts are numbered over all layers, after those that have none: those of the first layer,
+    then of the second, and so on.
 
     Attributes:
         count: number of experts of all layers.
@@ -245,10 +246,10 @@ class ExpertCache:
         read_nbytes: by layer, file bytes read for experts.
     """
 
-    def __init__(self, experts: Sequence[int], slots: int) -> None:
-        """Make an empty cache; ``experts``: the number of experts of each layer."""
-        *self._first, self.count = accumulate(experts, initial=0)
-        self._scores = np.zeros(self.count)
+    def __init__(self, experts: Sequence[int], slots: int, first: int = 0) -> None:
+        """Make an empty cache; ``experts``: how many a layer has; ``first``: their first number."""
+        *self._first, end = accumulate(experts, initial=first)
+        self.count, self._scores = end - first, np.zeros(end)
         self._counts = [1.0] * len(experts)  # by layer, the score that a choice adds
         self.slots, self._held = slots, np.full(slots, -1)  # the expert in each slot
         self._slot: dict[int, int] = {}  # by expert
@@ -389,7 +390,6 @@ class HostFile:
 
 
 def _memory_file(nbytes: int) -> int:
-    """Make a file of ``nbytes`` in memory, and return a read-only descriptor of it."""
     if not hasattr(os, "memfd_create"):
         raise OffloadError("host= needs Linux, whose memory can hold files (memfd_create)")
     fd = os.memfd_create("streamload", os.MFD_CLOEXEC)
@@ -523,7 +523,6 @@ class FileViews(Slots):
 
 
 def _merged(ranges: Sequence[tuple[Location, int, int]]) -> list[tuple[Location, int, int]]:
-    """Return ranges (file, start, stop), in order, with adjacent ones of a file merged."""
     found: list[tuple[Location, int, int]] = []
     for shard, start, stop in ranges:
         if found and (found[-1][0], found[-1][2]) == (shard, start):

@@ -19,8 +19,9 @@ from streamload.loading.prepare import Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.layers import Step, steps_of_checkpoint
 from streamload.offloading.model import Timed, device_of
-from streamload.offloading.offload import OffloadReport, Streaming, begin, for_passes, load_of_stays
+from streamload.offloading.offload import OffloadReport, begin, for_passes, load_of_stays, rounds_of
 from streamload.offloading.plan import OffloadPlan, Problem
+from streamload.offloading.prefetch import Rounds
 from streamload.planning.match import wants_of
 from streamload.planning.requests import TensorRequests
 
@@ -51,15 +52,16 @@ class LayerStream:
         resident: by name, the tensors that stay on the device all the time.
     """
 
-    def __init__(self, streaming: Streaming, load: LoadReport, turns: list[_Turn]) -> None:
-        self.plan, self.load = streaming.plan, replace(load, state_dict={})
+    def __init__(
+        self, plan: OffloadPlan, load: LoadReport, turns: list[_Turn], rounds: Rounds
+    ) -> None:
+        self.plan, self.load = plan, replace(load, state_dict={})
         self.resident = dict(load.state_dict)
-        self._streaming, self._rounds = streaming, streaming.rounds
-        self._turns = turns
+        self._turns, self._rounds = turns, rounds
         self._timed, self._entered, self._closed = Timed(), False, False
         self._number: int | None = None  # of the layer that the loop computes with
         self._thread = 0  # which runs the loop
-        weakref.finalize(self, streaming.abandon)
+        weakref.finalize(self, rounds.abandon)
 
     @property
     def report(self) -> OffloadReport:
@@ -77,8 +79,7 @@ class LayerStream:
             raise OffloadError("another loop is under way, and its layers have the slots")
         try:
             self._check_open()
-            if self._rounds is not None:
-                self._rounds.end_calls()  # what an interrupted loop left
+            self._rounds.end_calls()  # what an interrupted loop left
             with self._timed.a_pass():
                 for turn in tuple(self._turns):
                     try:
@@ -100,19 +101,16 @@ class LayerStream:
         self._check_open()
         if turn.number is None:
             return dict(turn.stays)
-        assert self._rounds is not None
         self._rounds.memory.refuse_capture()
         self._number, self._thread = turn.number, threading.get_ident()
         lent = self._rounds.memory.lend(self._rounds.acquire(turn.number))
         return {**turn.stays, **{name: lent[at] for name, at in turn.streams.items()}}
 
     def _take_back(self) -> None:
-        """End the use of the layer that the loop computes with, if there is one."""
         number = self._number
         if number is None:
             return
         self._check_thread()
-        assert self._rounds is not None
         self._number = None
         try:
             self._rounds.memory.take_back()
@@ -133,11 +131,10 @@ class LayerStream:
         self._check_thread()
         try:
             self._take_back()
-            if self._rounds is not None:
-                self._rounds.end_calls()
+            self._rounds.end_calls()
         finally:
             self._closed = True
-            self._streaming.close("these layers were closed")
+            self._rounds.close("these layers were closed")
             self._turns.clear()
             self.resident.clear()
 
@@ -217,15 +214,14 @@ def stream_layers(path: CheckpointLike, **options: Unpack[OffloadOptions]) -> La
             return stream_layers(local, **options)
     report = run(decided, False, clock)
     module, kind = _SLOTS[framework]
-    streaming = begin(made, problem, device, getattr(importlib.import_module(module), kind))
-    turns = _turns(steps, streaming.plan, wants, report.state_dict)
-    return LayerStream(streaming, report, turns)
+    slots, rounds = getattr(importlib.import_module(module), kind), rounds_of(made, device)
+    made = begin(rounds, made, problem, device, slots)
+    return LayerStream(made, report, _turns(steps, made, wants, report.state_dict), rounds)
 
 
 def _turns(
     steps: Sequence[Step], plan: OffloadPlan, wants: TensorRequests, resident: Mapping[str, Any]
 ) -> list[_Turn]:
-    """Return the steps of a loop, each tensor as a resident one or the index of a buffer."""
     order = plan.stream.placements.names if plan.stream is not None else ()
     numbers = {name: number for number, name in enumerate(plan.residency.streams)}
     ranges = plan.layer_placements

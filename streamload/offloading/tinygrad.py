@@ -43,7 +43,7 @@ from streamload.offloading.model import (
     tokens_of,
 )
 from streamload.offloading.plan import OffloadPlan, Problem
-from streamload.offloading.prefetch import Rounds, call_layer
+from streamload.offloading.prefetch import Rounds
 from streamload.offloading.slots import NO_PARTS, FileRange, Slots
 from streamload.planning.requests import TensorRequests
 
@@ -67,7 +67,7 @@ class TinygradSlots(Slots):
         """Cut ``memory`` into slots; OffloadError if the device cannot make views of buffers."""
         super().__init__(memory, plan, parts)
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
-        view_of(memory, 0, memory.nbytes, memory.dtype)
+        _view_of(memory, 0, memory.nbytes, memory.dtype)
 
     def to_fill(self, layer: int, slot: int) -> list[Buffer]:
         """Return `buffers`: the threads that fill a slot use the same objects."""
@@ -80,7 +80,7 @@ class TinygradSlots(Slots):
     def _view(
         self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]
     ) -> tuple[Buffer, UOp]:
-        buffer = view_of(self._memory, start, math.prod(shape), TO_TINYGRAD[dtype.name])
+        buffer = _view_of(self._memory, start, math.prod(shape), TO_TINYGRAD[dtype.name])
         return buffer, over(buffer, dtype, shape)
 
 
@@ -91,7 +91,6 @@ class LentSlots(TinygradSlots):
     _before: Sequence[TensorReference] = ()  # the program's tensors when they were lent
 
     def refuse_capture(self) -> None:
-        """Raise OffloadError if tinygrad's JIT captures."""
         refuse_capture("a layer")
 
     def lend(self, buffers: Sequence[Buffer]) -> list[Tensor]:
@@ -113,8 +112,7 @@ class LentSlots(TinygradSlots):
         settle(weights, copy=True)
 
 
-def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
-    """Return a buffer over ``numel`` elements of another, from byte ``start`` on."""
+def _view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
     if numel == 0:
         return Buffer(buffer.device, 0, dtype)
     with ALLOCATORS:
@@ -174,12 +172,10 @@ class Wrapped:
         self._module.__class__ = self._class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the object as its own class does."""
         return self._class.__call__(self._module, *args, **kwargs)
 
 
-def can_be_wrapped(module: Any) -> bool:
-    """Return whether an object is callable, and can get a derived class."""
+def _can_be_wrapped(module: Any) -> bool:
     return isinstance(getattr(module, "__dict__", None), dict) and callable(module)
 
 
@@ -190,12 +186,10 @@ class Layer(Wrapped):
     """
 
     def __init__(self, module: Any, weights: Sequence[Tensor]) -> None:
-        """Change nothing yet; ``weights``: the layer's tensors."""
         super().__init__(module)
         self._weights = weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer, and compute what depends on its weights."""
         try:
             return super().__call__(*args, **kwargs)
         finally:
@@ -224,7 +218,9 @@ class StreamedLayer(Wrapped):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer with its weights, which are in slots until the end of the call."""
         refuse_capture(self._name)
-        if is_training():
+        # TRAINING in a context; in 0.13 `Tensor.training`
+        training = getattr(tinygrad.helpers, "TRAINING", None)
+        if getattr(Tensor, "training", False) if training is None else training:
             raise OffloadError(
                 "a model that is offloaded cannot be trained: run it without Context(TRAINING=1)"
             )
@@ -244,7 +240,7 @@ class StreamedLayer(Wrapped):
             finally:
                 self._rounds.release(self._number)
 
-        return call_layer(self._rounds, compute)
+        return self._rounds.call(compute)
 
     @contextmanager
     def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:
@@ -253,7 +249,8 @@ class StreamedLayer(Wrapped):
         before = [*all_tensors]
         try:
             for at, tensor, _ in self._places:
-                tensor.uop = _shaped(graphs[at], tensor)
+                graph = graphs[at]
+                tensor.uop = graph if graph.shape == tensor.shape else graph.reshape(tensor.shape)
             with self._jits(id(buffers)):
                 yield
         finally:
@@ -285,7 +282,6 @@ class GatheredEmbedding(Wrapped):
     """A substitute for an embedding's call that reads only the rows it looks up from the file."""
 
     def __init__(self, name: str, module: nn.Embedding, reader: RowReader, device: Device) -> None:
-        """Change nothing yet; ``reader`` reads rows of the weight, and ``device`` gets them."""
         super().__init__(module)
         self._name, self._reader, self._device = name, reader, device
 
@@ -311,12 +307,6 @@ class GatheredEmbedding(Wrapped):
             finally:
                 staging.close()
         return Tensor(over(buffer, dtype, shape))
-
-
-def is_training() -> bool:
-    """Return whether tinygrad trains: by its context TRAINING, in 0.13 by `Tensor.training`."""
-    context = getattr(tinygrad.helpers, "TRAINING", None)
-    return bool(getattr(Tensor, "training", False) if context is None else context)
 
 
 def refuse_capture(name: str) -> None:
@@ -374,7 +364,6 @@ def settle(weights: set[UOp], *, copy: bool = False) -> None:
 
 
 def _reaching(memory: Collection[UOp]) -> list[Tensor]:
-    """Return all tensors of the program whose values or graphs use some of ``memory``."""
     reached: dict[UOp, bool] = {}
 
     def is_new(node: UOp) -> bool:
@@ -387,10 +376,6 @@ def _reaching(memory: Collection[UOp]) -> list[Tensor]:
         if reached[tensor.uop]:
             found.append(tensor)
     return found
-
-
-def _shaped(graph: UOp, tensor: Tensor) -> UOp:
-    return graph if graph.shape == tensor.shape else graph.reshape(tensor.shape)
 
 
 def absent(name: str, shape: tuple[int, ...], dtype: Any, device: str) -> UOp:
@@ -430,12 +415,11 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Find the objects of a model; ``layers``: patterns of names of its layers."""
         modules: dict[str, Any] = {}
         for prefix, module in walk(model, JIT):
             modules.setdefault(prefix.removesuffix("."), module)
         super().__init__(model, parameters, modules, layers)
-        if not can_be_wrapped(model):
+        if not _can_be_wrapped(model):
             raise OffloadError(
                 f"a model of tinygrad that is offloaded is an object that is called, not a "
                 f"{type(model).__name__}: its layers are brought when they are called"
@@ -446,11 +430,9 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
     # --- planning -----------------------------------------------------------------------------
 
     def can_stream(self, module: Any) -> bool:
-        """Whether an object in the model is callable, so that its call can fetch weights."""
-        return module is not self._model and can_be_wrapped(module)
+        return module is not self._model and _can_be_wrapped(module)
 
     def is_embedding(self, module: Any) -> bool:
-        """Whether an object is tinygrad's embedding."""
         return isinstance(module, nn.Embedding)
 
     def must_stay(self, name: str) -> bool:
@@ -460,7 +442,6 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
     # --- running ------------------------------------------------------------------------------
 
     def empty(self, plan: OffloadPlan, wants: TensorRequests) -> None:
-        """Free the weights that stream, and the captures of TinyJits."""
         if plan.residency.streams or plan.residency.gathers:
             layers = [self._modules[name] for name in (*plan.residency.streams, *plan.bounded)]
             self._put_back = set_aside(self._model, layers)
@@ -481,13 +462,11 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
             self._wrap(Layer(self._modules[name], tensors))
 
     def stream_layer(self, name: str, number: int, weights: LayerWeights, rounds: Rounds) -> None:
-        """Make an object get its weights from ``rounds``, as layer ``number``, at each call."""
         module = self._modules[name]
         places = [(at, self._parameters[weight].tensors) for at, weight in weights]
         self._wrap(StreamedLayer(name, module, number, places, rounds))
 
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
-        """Make an embedding read only the rows that it looks up, from the file to the device."""
         self._wrap(GatheredEmbedding(name, self._modules[name], reader, device))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
@@ -496,7 +475,6 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         self._wrap(Pass(self._model, self.room, timed))
 
     def take_out(self) -> None:
-        """Restore objects and TinyJits; streamed weights hold no values until a new load."""
         super().take_out()
         if self._put_back is not None:
             self._put_back()
@@ -514,7 +492,6 @@ class Pass(Wrapped):
         self._room, self._timed = room, timed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass of the model, and count it."""
         with nullcontext() if self._timed is None else self._timed.a_pass():
             if self._room:
                 given = {f"{at}": each for at, each in enumerate((*args, *kwargs.values()))}

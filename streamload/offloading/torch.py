@@ -40,7 +40,7 @@ from streamload.offloading.torch_experts import (
     number_of_experts,
     sums_of,
 )
-from streamload.offloading.torch_modules import Stays
+from streamload.offloading.torch_modules import UnstreamableWeights
 
 
 class TorchModel(ModelAdapter[TorchParameter]):
@@ -51,7 +51,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Find the modules of a model; ``layers``: patterns of names of its layers."""
         if not isinstance(model, nn.Module):
             raise OffloadError(
                 f"a model of torch that is offloaded is a module, not a {type(model).__name__}: "
@@ -63,7 +62,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._parts = {(id(m._buffers), key) for m in model.modules() for key in parts_of(m)}
         self._before: dict[str, list[Any]] = {}  # by parameter that streams, its own tensors
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
-        self._stays = Stays()
+        self._stays = UnstreamableWeights()
         self._sums: dict[str, Sums] = {}  # by module whose experts stream
 
     # --- planning -----------------------------------------------------------------------------
@@ -73,7 +72,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
         return _computes(module) and id(module) not in self._elsewhere
 
     def only_holds(self, module: Any) -> bool:
-        """Whether a module has no ``forward``, as lists of modules have none."""
         return module is not None and not _computes(module)
 
     def is_embedding(self, module: Any) -> bool:
@@ -125,7 +123,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
         return groups
 
     def _is_expert(self, problem: Problem, at: int, count: int, stay: Sequence[str]) -> bool:
-        """Whether the ``count`` experts of a parameter can be read from the file one by one."""
         want = problem.wants[at]
         own = len(self._parameters[want.name].names) == 1 and not self.stays(want.name, stay)
         return own and problem.is_plain(at) and rows_of_experts(want, count) is not None
@@ -133,7 +130,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
     # --- running ------------------------------------------------------------------------------
 
     def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
-        """Put placeholders without memory in place of all parameters that stream."""
         where, stays = torch.device(device.info.name), self._stays
         dtypes = dict(zip(problem.wants.names, problem.dsts, strict=True))
         for name in self._emptied:
@@ -150,7 +146,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
                 container[key] = absent  # tied weights stay one object
 
     def stream_layer(self, name: str, number: int, weights: LayerWeights, rounds: Rounds) -> None:
-        """Make a module get its weights from ``rounds``, as layer ``number``, at each call."""
         module = self._modules[name]
         inside = {id(held) for m in module.modules() for held in (m._parameters, m._buffers)}
         places = [
@@ -162,13 +157,11 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._wrap(torch_modules.StreamedModule(module, number, places, rounds, self._stays))
 
     def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
-        """Make a module fetch only chosen experts; ``layer``: its number among such modules."""
         places = [{key.rpartition(".")[2]: at for key, at in each.items()} for each in weights]
         module, sums = self._modules[name], self._sums[name]
         self._wrap(StreamedExperts(module, layer, sums, places, rounds))
 
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
-        """Make an embedding read only the rows that it looks up, from the file to the device."""
         where = torch.device(device.info.name)
         self._wrap(torch_modules.GatheredEmbedding(self._modules[name], reader, where))
 
@@ -198,7 +191,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._model = nn.Module()
 
     def take_out(self) -> None:
-        """Restore the modules; streamed weights hold no values until the model is loaded again."""
         for name in self._emptied:
             slots = self._parameters[name].slots
             before = self._before.get(name) or [held[key] for held, key in slots]
@@ -218,7 +210,7 @@ class Pass(torch_modules.Wrapped):
         model: nn.Module,
         timed: Timed,
         room: TokenRoom,
-        stays: Stays | None = None,
+        stays: UnstreamableWeights | None = None,
         *,
         trains: bool = False,
         has_cache: bool = True,
@@ -274,7 +266,6 @@ def _has_integers(value: Any) -> bool:
 
 
 def _modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:
-    """Return modules by name without the parts that wrappers add; a wrapper replaces its module."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found.setdefault(unwrapped(f"{name}.").removesuffix("."), module)
@@ -282,7 +273,6 @@ def _modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[
 
 
 def _computes(module: nn.Module) -> bool:
-    """Return whether a module has a ``forward`` of its own, so that it can be called."""
     if isinstance(module, torch.jit.ScriptModule):  # whose class has no method to compare
         return True
     own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
@@ -290,7 +280,6 @@ def _computes(module: nn.Module) -> bool:
 
 
 def _used_elsewhere(model: nn.Module) -> set[int]:
-    """Return ids of modules whose weights other modules use without calling them."""
     attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
     return {id(child) for module in attentions for child in module.children()}
 
@@ -309,6 +298,5 @@ def _looked_at(model: nn.Module) -> set[int]:
 
 
 def _let_go(tensor: torch.Tensor) -> None:
-    """Free a tensor's memory, even if something else refers to the tensor."""
     with suppress(RuntimeError):
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from streamload.offloading.prefetch import Rounds, call_layer
+from streamload.offloading.prefetch import Rounds
 from streamload.offloading.torch_modules import TorchSlots, Wrapped, refuse_training
 from streamload.planning.kv_cache import experts_chosen
 
@@ -81,12 +81,10 @@ def sums_of(module: nn.Module) -> Sums | None:
 
 
 def _moe() -> Any:
-    """Return transformers' module with the implementation "grouped_mm"."""
     return sys.modules["transformers.integrations.moe"]
 
 
 def _sizes(module: nn.Module) -> Callable[[int], int]:
-    """Return a function that scales lengths of axes of a module's weights down, for trials."""
     divisor = math.gcd(*(n for each in module.parameters(recurse=False) for n in each.shape[1:]))
     scale = min(divisor, 8)  # grouped_mm wants rows of whole 16 bytes
     return lambda n: n // divisor * scale
@@ -132,7 +130,6 @@ _Give = Callable[[Sequence[int]], Generator[Given, None, None]]  # from numbers 
 
 
 def _all_of(module: nn.Module) -> _Give:
-    """Return a function that yields experts, given by number, of a module in memory."""
     own = dict(module.named_parameters(recurse=False))
 
     def give(chosen: Sequence[int]) -> Generator[Given, None, None]:
@@ -167,7 +164,6 @@ def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tens
 
 
 def _one_by_one(given: Given) -> Iterator[tuple[int, _Weights]]:
-    """Yield each expert with its weights."""
     for expert, place in zip(given.experts, given.places, strict=True):
         yield expert, {name: each[place] for name, each in given.weights.items()}
 
@@ -216,7 +212,6 @@ _Project = Callable[[torch.Tensor, str], torch.Tensor]  # from inputs and a weig
 
 
 def _output(module: Any, states: torch.Tensor, project: _Project) -> torch.Tensor:
-    """Return the output of experts for the states of some tokens, before the router's weight."""
     found = project(states, "gate_up_proj" if module.has_gate else "up_proj")
     found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
     found = project(found, "down_proj")
@@ -273,7 +268,7 @@ class StreamedExperts(Wrapped):
             most = _most_groups(module)
         give = partial(self._give, most)
         with torch.no_grad():
-            return call_layer(self._rounds, lambda: computed(module, self._sums, routed, give))
+            return self._rounds.call(lambda: computed(module, self._sums, routed, give))
 
     def _give(self, most: int, chosen: Sequence[int]) -> Generator[Given, None, None]:
         """Yield experts with their weights in slots, a few of them acquired while others come.

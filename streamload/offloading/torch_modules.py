@@ -34,7 +34,7 @@ from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
 from streamload.offloading.model import RowReader
-from streamload.offloading.prefetch import Rounds, call_layer
+from streamload.offloading.prefetch import Rounds
 from streamload.offloading.slots import Slots
 
 # Characters that are special in patterns of `fnmatch`; a number between the points of a name.
@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _MOST_NAMED = 4
 
 
-class Stays:
+class UnstreamableWeights:
     """Collects weights that passes show to be unable to stream, and raises one error for all.
 
     A pass goes on to its end, to find all of them; then it raises in place of returning its output.
@@ -78,7 +78,6 @@ class Stays:
             raise self._error()
 
     def check(self) -> None:
-        """Raise OffloadError if an earlier pass has shown that weights cannot stream."""
         if self._kept and not self._passes:
             raise self._error()
 
@@ -168,7 +167,6 @@ class Face:
         return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function that replaces the method."""
         return object.__getattribute__(self, "_call")(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -194,7 +192,6 @@ def _method_of(face: Face) -> Any:
 
 
 def _function_of(method: Any, call: Callable[..., Any], refusal: str) -> Face:
-    """Return a `Face` of a method's function; for the method's own object it runs ``call``."""
     function, owner = method.__func__, id(method.__self__)
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -359,7 +356,7 @@ class StreamedParameter(torch.Tensor):
     """
 
     _streamload_streamed: str
-    _streamload_stays: Stays | None
+    _streamload_stays: UnstreamableWeights | None
     _is_param = True  # to torch it is a parameter
 
     @staticmethod
@@ -371,7 +368,7 @@ class StreamedParameter(torch.Tensor):
         device: torch.device,
         *,
         requires_grad: bool = False,
-        stays: Stays | None = None,
+        stays: UnstreamableWeights | None = None,
     ) -> StreamedParameter:
         """Make a placeholder; ``name``: for errors; ``stays`` collects uses, None: each raises."""
         made: StreamedParameter = torch.Tensor._make_wrapper_subclass(
@@ -381,7 +378,6 @@ class StreamedParameter(torch.Tensor):
         return made
 
     def __repr__(self) -> str:
-        """Return class, name, shape and dtype."""
         kind = type(self).__name__
         return f"{kind}({self._streamload_streamed}, {list(self.shape)}, {self.dtype})"
 
@@ -396,7 +392,7 @@ class StreamedParameter(torch.Tensor):
             "that is offloaded cannot be saved, moved, copied, trained or changed; read the "
             "checkpoint, close() the offload first, or where a model uses it outside of its layer"
         )
-        (Stays() if stays is None else stays).cannot(
+        (UnstreamableWeights() if stays is None else stays).cannot(
             self._streamload_streamed, reason, outside=True
         )
         return zeros_like(self)
@@ -441,7 +437,6 @@ class StreamedParameter(torch.Tensor):
 
 
 def _adds_lora() -> bool:
-    """Return whether one of the callers adds a LoRA."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OF_LORA):
         frame = frame.f_back
@@ -449,7 +444,6 @@ def _adds_lora() -> bool:
 
 
 def _with_values(what: str, args: Any, kwargs: Any) -> Any:
-    """Return arguments of function ``what`` with the values of placeholders."""
     return tree_map_only(StreamedParameter, lambda each: each.values(what), (args, kwargs))
 
 
@@ -483,7 +477,6 @@ def stood_in(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the (dict, key, value) of each parameter and buffer of a model."""
     return [
         (container, key, value)
         for module in model.modules()
@@ -512,7 +505,6 @@ class TensorSlots(Slots):
         self._made.clear()
 
     def refuse_capture(self) -> None:
-        """Raise OffloadError if torch traces, exports or captures."""
         refuse_capture()
 
     def take_back(self) -> None:
@@ -595,7 +587,6 @@ class Wrapped:
         setattr(self._module, self._name, face)
 
     def _own(self) -> Callable[..., Any]:
-        """Return the module's own method, bound to it."""
         module = self._module
         theirs = getattr(type(module), self._name)
         own = MethodType(theirs, module) if self._had is None else self._had
@@ -668,7 +659,7 @@ class StreamedModule(Wrapped):
         number: int,
         places: Sequence[tuple[int, Slot]],
         rounds: Rounds,
-        stays: Stays,
+        stays: UnstreamableWeights,
     ) -> None:
         """Change nothing yet; ``places``: of each weight, its buffer's index, its (dict, key)."""
         super().__init__(module)
@@ -685,13 +676,13 @@ class StreamedModule(Wrapped):
             with self._there(), torch.no_grad():
                 return self._own()(*args, **kwargs)
 
-        return call_layer(self._rounds, compute)
+        return self._rounds.call(compute)
 
     @contextmanager
     def _there(self) -> Iterator[None]:
         self._stays.check()
         before, buffers, ended = list[Any](), list[torch.Tensor](), False
-        inside_itself = self._rounds.computes_with(self._number)
+        inside_itself = self._number in self._rounds.users
         try:  # before acquiring: Ctrl-C may come at its end
             buffers = [*self._rounds.acquire(self._number)]  # raises if another thread has it
             before = [self._before(*place[1:], inside_itself) for place in self._places]
@@ -752,7 +743,6 @@ class StreamedModule(Wrapped):
                 self._cannot(absent, "keeps it or a view of it")
 
     def _cannot(self, absent: Any, problem: str) -> None:
-        """Note ``problem``, a misuse of the weight of placeholder ``absent``, as an error."""
         said = f"streams, and {type(self._module).__name__} {problem} when it computes"
         name = absent._streamload_streamed
         self._stays.cannot(name, f"{said}; the memory is another layer's next")
@@ -780,7 +770,6 @@ class GatheredEmbedding(Wrapped):
     """A substitute for an embedding's ``forward`` that reads only the needed rows of the file."""
 
     def __init__(self, module: nn.Embedding, reader: RowReader, device: torch.device) -> None:
-        """Change nothing yet; ``reader`` reads rows of the weight, and ``device`` gets them."""
         super().__init__(module)
         self._reader, self._device = reader, device
 
@@ -798,18 +787,15 @@ class Refusals:
     """Substitutes for methods that save, move, copy or load a model, which raise OffloadError."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Change nothing yet; ``models``: the model, and its modules that contain layers."""
         self._models = WeakSet(models)
 
     def put(self) -> None:
-        """Replace methods that save, move, copy or load."""
         for model in self._models:
             for name in _WORDS:
                 if name == "__deepcopy__" or hasattr(type(model), name):
                     model.__dict__[name] = _refusing(name, weakref.ref(model))
 
     def take_out(self) -> None:
-        """Restore the methods."""
         for model in self._models:
             for name in _WORDS:
                 model.__dict__.pop(name, None)

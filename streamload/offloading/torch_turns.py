@@ -22,7 +22,6 @@ from torch import nn
 
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.units import format_bytes
-from streamload.devices.base import Buffer
 from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, TorchParameter, changes_nothing
 from streamload.errors import OffloadError
@@ -30,8 +29,7 @@ from streamload.loading.load import run
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading import torch_modules
 from streamload.offloading.model import Timed
-from streamload.offloading.offload import OffloadReport, Prepared, Streaming, begin
-from streamload.offloading.prefetch import Rounds
+from streamload.offloading.offload import OffloadReport, Prepared, begin, rounds_of
 
 # Methods of models that compute: pipelines call a VAE by the last two.
 _METHODS = ("forward", "encode", "decode")
@@ -77,13 +75,12 @@ class Turns:
 
 
 class Turn:
-    """A model that shares a device with others; to its layers that stream, their `Rounds`.
+    """A model that shares a device with others.
 
     Attributes:
         name: the model's, for errors.
         plan: which layers stay while the model is there, and which stream.
         uses: the calls under way.
-        calls: as of `Rounds`.
         held_nbytes: device bytes that the model holds now.
     """
 
@@ -91,13 +88,12 @@ class Turn:
         """Put placeholders into ``model``, on the meta device, whose offload is ``prepared``."""
         self.name, self.plan, self.held_nbytes = name, prepared.plan, 0
         self.uses: set[object] = set()
-        self.calls = 0
         self._turns, self._timed, self._closed = turns, Timed(), False
         self._problem, self._adapter, load = prepared.problem, prepared.adapter, prepared.load
         self._load = replace(load, place=replace(load.place, model=None))  # it may be freed
         ((_, self._device),) = load.place.devices.opened.items()
-        self._streaming = cast(Streaming | None, None)
-        self._report, self._rounds = cast(LoadReport | None, None), cast(Rounds | None, None)
+        self._is_loaded, self._report = False, cast(LoadReport | None, None)
+        self._rounds = rounds_of(self.plan, self._device, self._there)
         parameters = load.match.parameters if load.match is not None else {}
         self._stays = {cast(TorchParameter, p): name for name, p in parameters.items()}
         dtypes = dict(zip(self._problem.wants.names, self._problem.dsts, strict=True))
@@ -106,7 +102,8 @@ class Turn:
         self._away: list[tuple[Slot, Any]] = []  # the tensors that placeholders stand in for
         self._loaded: list[tuple[Slot, Any, int]] = []  # with torch's count of writes
         self._adapter.empty(self.plan, self._problem.wants)
-        self._adapter.put(self.plan, self._problem, self._device, cast(Rounds, self))
+        self._adapter.put(self.plan, self._problem, self._device, self._rounds)
+        weakref.finalize(model, self._abandon)
         methods = [method for method in _METHODS if hasattr(type(model), method)]
         self._calls: list[torch_modules.Wrapped] = [_Called(model, each, self) for each in methods]
         if not self.plan.residency.absent:
@@ -115,14 +112,16 @@ class Turn:
             each.put()
         self._put_away()
 
+    def _abandon(self) -> None:
+        for name in ("_load", "_adapter", "_stays", "_dtypes", "_cast", "_loaded", "_away"):
+            self.__dict__.pop(name, None)
+
     # --- with the lock held ----------------------------------------------------------------------
 
     @property
     def is_here(self) -> bool:
         """Whether the model is on the device; not if a signal handler's error ended `leave`."""
-        if self._streaming is None:
-            return False
-        return self._streaming.rounds is None or self._streaming.rounds.is_open
+        return self._is_loaded and (self.plan.stream is None or self._rounds.is_open)
 
     @property
     def more_nbytes(self) -> int:
@@ -139,7 +138,7 @@ class Turn:
         """Load the weights that stay, and open the slots of those that stream."""
         if self._closed:
             raise OffloadError(f"the offload of {self.name} was closed: load it again")
-        if self._streaming is not None:
+        if self._is_loaded or self._rounds.is_open:
             self.leave()
         self._take_back()
         try:
@@ -147,19 +146,14 @@ class Turn:
             for parameter, dtype in self._cast.items():
                 for held, key in parameter.slots:
                     held[key].data = held[key].data.to(dtype)
-            self._streaming = begin(
-                *(self.plan, self._problem, self._device, self._adapter.slots), self._rounds
-            )
+            begin(self._rounds, self.plan, self._problem, self._device, self._adapter.slots)
+            self._is_loaded = True
         except BaseException:
             self.leave()
             raise
-        if (rounds := self._streaming.rounds) is not None:
-            rounds.stats = rounds.stats if self._rounds is None else self._rounds.stats
-            self._rounds = rounds
         self._note()
 
     def _note(self) -> None:
-        """Note the weights' tensors and dtypes, to detect changes."""
         slots = [(each, slot) for each in self._stays for slot in each.slots]
         self._loaded = [((held, key), held[key], held[key]._version) for _, (held, key) in slots]
         now = {each: held[key].dtype for each, (held, key) in slots}
@@ -179,9 +173,9 @@ class Turn:
 
     def leave(self) -> None:
         """Free all memory of the model on the device, and put placeholders in place of weights."""
-        if self._streaming is not None:
-            self._streaming.pause(f"the turn of {self.name} is over")
-        self._streaming = None
+        if self.plan.stream is not None and (self._is_loaded or self._rounds.is_open):
+            self._rounds.pause()
+        self._is_loaded = False
         self._take_back()
         loaded = self._loaded
         changed = [key for (of, key), own, n in loaded if of[key] is not own or own._version != n]
@@ -214,8 +208,7 @@ class Turn:
                 return
             self.leave()
             self._closed = True
-            if self._rounds is not None:
-                self._rounds.close(f"the offload of {self.name} was closed")
+            self._rounds.close(f"the offload of {self.name} was closed")
             self._take_back()
             for each in reversed(self._calls):
                 each.take_out()
@@ -224,7 +217,6 @@ class Turn:
             self._adapter.take_out()
 
     def _put_away(self) -> None:
-        """Put placeholders in place of the weights that stay."""
         where = torch.device(self._device.info.name)
         for parameter, name in self._stays.items():
             dtype = self._cast.get(parameter, self._dtypes[parameter])
@@ -242,12 +234,18 @@ class Turn:
     # --- uses -----------------------------------------------------------------------------------
 
     @contextmanager
+    def _there(self) -> Iterator[None]:
+        """Bring the model, and keep it there until the end."""
+        with self._turns.lock:
+            self._turns.begin(self)
+            yield
+
+    @contextmanager
     def used(self) -> Iterator[None]:
         """Keep the model on the device for a call."""
         use = object()
         try:
-            with self._turns.lock:
-                self._turns.begin(self)
+            with self._there():
                 outermost = not self.uses
                 self.uses.add(use)
             with self._timed.a_pass() if outermost else nullcontext():
@@ -258,39 +256,8 @@ class Turn:
 
     def begin(self) -> None:
         """Bring the model, until another one needs the memory."""
-        with self._turns.lock:
-            self._turns.begin(self)
-
-    def acquire(self, number: int) -> Sequence[Buffer]:
-        """Bring the model if it is not there, and call the method of `Rounds`."""
-        with self._turns.lock:
-            self._turns.begin(self)
-            assert self._rounds is not None
-            return self._rounds.acquire(number)
-
-    def release(self, number: int) -> None:
-        """Call the method of `Rounds`."""
-        if self._rounds is not None:
-            self._rounds.release(number)
-
-    def end_calls(self) -> None:
-        """Call the method of `Rounds`."""
-        if self._rounds is not None:
-            self._rounds.end_calls()
-
-    def abandon(self) -> None:
-        """Let threads end, and weights be freed, as the model is gone."""
-        if self._rounds is not None:
-            self._rounds.abandon()
-        for name in ("_load", "_adapter", "_stays", "_dtypes", "_cast", "_loaded", "_away"):
-            self.__dict__.pop(name, None)
-
-    def __getattr__(self, name: str) -> Any:
-        """Bring the model, and return the attribute of `Rounds`."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        self.begin()
-        return getattr(self._rounds, name)
+        with self._there():
+            pass
 
     @property
     def report(self) -> OffloadReport | None:

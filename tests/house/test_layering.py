@@ -78,12 +78,12 @@ START_THREADS = (
     *("streaming.loop", "conversion.writing", "bench.limits"),  # of a process each
     "streaming.device_casts",  # to send scales ahead
     "devices.bulk",  # to read a layer together, again and again
-    "devices.cuda_locked",  # to lock pages while others are read
+    "devices.cuda_copies",  # to lock pages while others are read
     *("distributed.store", "distributed.heartbeat", "distributed.gather"),
     "distributed.torch",  # to connect to a store of another kind, which nothing interrupts
     "distributed.replan",  # to ask a store that may wait without end, and to leave one
-    "offloading.completion",  # to wait for a device that computes
-    "offloading.bringing",  # to bring layers while the caller computes
+    "core.interrupt",  # for `offloading.prefetch`, which says so by its annotations, too
+    "offloading.prefetch",  # to bring layers while the caller computes, and to wait for a device
     "files.connections",  # to connect, which nothing interrupts
     "files.hub",  # to download while others read
     "files.stores",  # for the event loop of a bucket's requests

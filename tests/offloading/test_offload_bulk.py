@@ -24,7 +24,7 @@ from bulk_stand_in import Refills, Staged  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from streamload.devices.torch import device as torch_devices  # noqa: E402
-from streamload.offloading.completion import Reaper  # noqa: E402
+from streamload.offloading.prefetch import Reaper  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
 

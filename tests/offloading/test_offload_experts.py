@@ -313,7 +313,7 @@ def test_a_file_that_changed_between_passes(
     data, times = path.read_bytes(), path.stat()
     with saved.offloaded((saved.least + saved.nbytes) // 2) as (model, offloaded):
         logits(model, [[7]])
-        monkeypatch.setattr("streamload.offloading.bringing._IDLE_S", 0.1)
+        monkeypatch.setattr("streamload.offloading.prefetch._IDLE_S", 0.1)
         while bringing():  # its files are let go of
             time.sleep(0.01)
         path.write_bytes(data[:-64] + bytes(64))
@@ -574,7 +574,7 @@ def test_experts_asked_for_while_the_threads_end(
         until = time.monotonic() + 10
         while not self._wanted and not self._closed and time.monotonic() < until:
             time.sleep(0.001)
-        if self._users and self._wanted:
+        if self.users and self._wanted:
             waited.set()
         leave(self, *error)
 
@@ -582,7 +582,7 @@ def test_experts_asked_for_while_the_threads_end(
         assert offloaded.plan.views
         monkeypatch.setattr(Rounds, "_leave_files", leaves)
         logits(model)
-        monkeypatch.setattr("streamload.offloading.bringing._IDLE_S", 0.1)
+        monkeypatch.setattr("streamload.offloading.prefetch._IDLE_S", 0.1)
         for _ in range(20):  # until a pass begins while they leave
             assert leaving.wait(20)
             leaving.clear()

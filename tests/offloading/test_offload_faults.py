@@ -352,8 +352,8 @@ def _process(script: str, path: Path) -> subprocess.Popen[str]:
 _AT_EXIT = """
 import atexit, sys, threading
 atexit.register(lambda: sys.stdout.write(f"{threading.active_count()}\\n"))
-from streamload.offloading import bringing
-bringing._LOOK_S = 60.0
+from streamload.offloading import prefetch
+prefetch._LOOK_S = 60.0
 """
 
 

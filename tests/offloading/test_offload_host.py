@@ -27,7 +27,7 @@ from streamload.errors import (
     OffloadError,
     PlanInfeasibleError,
 )
-from streamload.offloading import plan as deciding
+from streamload.offloading import plan as planning
 
 LAYERS, WIDTH = 8, 256
 LAYER_NBYTES = WIDTH * WIDTH * 4
@@ -299,7 +299,7 @@ def test_all_layers_in_host_memory_need_the_file_no_more(aligned: Path, x: torch
 
 def test_host_that_has_no_room_is_refused(aligned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the numbers, before a byte moves."""
-    monkeypatch.setattr(deciding, "free_host_nbytes", lambda: 2_000_000)
+    monkeypatch.setattr(planning, "free_host_nbytes", lambda: 2_000_000)
     model = made()
     with pytest.raises(PlanInfeasibleError, match=r"layers in host memory \(host=\)") as caught:
         streamload.offload(model, aligned, budget=BUDGET, host="1GB", device="cpu", progress=False)
@@ -328,7 +328,7 @@ def test_failed_offload_gives_host_memory_back(
     def fail(*_: Any) -> None:
         raise RuntimeError("no slots")
 
-    monkeypatch.setattr(entrance, "_rounds", fail)
+    monkeypatch.setattr(entrance, "_slots", fail)
     with pytest.raises(RuntimeError, match="no slots"):
         offloaded(aligned, host="1GB")
     assert memory_files() == []
@@ -345,7 +345,7 @@ def test_what_does_not_fit_comes_from_the_disk(
 
     for free_nbytes, place, cached in ((2**20, "disk", False), (2**40, "page cache", True)):
         with monkeypatch.context() as patch:
-            patch.setattr(deciding, "free_host_nbytes", lambda n=free_nbytes: n)
+            patch.setattr(planning, "free_host_nbytes", lambda n=free_nbytes: n)
             model, handle = offloaded(aligned)
         assert handle.plan.cached is cached
         assert handle.plan.places[place] == handle.plan.residency.pass_nbytes

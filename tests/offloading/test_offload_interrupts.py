@@ -21,8 +21,7 @@ from streamload.devices.torch import device as torch_devices  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
 from streamload.errors import OffloadError  # noqa: E402
 from streamload.offloading import torch_modules  # noqa: E402
-from streamload.offloading.completion import Reaper  # noqa: E402
-from streamload.offloading.prefetch import Rounds  # noqa: E402
+from streamload.offloading.prefetch import Reaper, Rounds  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
 

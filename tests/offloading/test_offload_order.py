@@ -121,7 +121,7 @@ def late(staged: type[Staged], monkeypatch: pytest.MonkeyPatch) -> None:
     release = Rounds._release
 
     def released(self: Any, numbers: Sequence[int], work: Any) -> bool:
-        for number in {*numbers} & {*self._users} if work is not None else ():
+        for number in {*numbers} & {*self.users} if work is not None else ():
             start = self.memory.to_fill(number, self._held[number].first)[0].data_ptr()
             stop = start + self.memory._residency.slot_nbytes * self._layers[number].slots
             Late.uses.append((start, stop, work))
@@ -177,7 +177,7 @@ def test_copies_wait_on_the_device_for_what_it_computes(
         )
         with model.streamload_offload as offloaded:
             assert offloaded.plan.residency.streams
-            rounds = offloaded._streaming.rounds
+            rounds = offloaded._rounds
             for turn in range(8):
                 for _ in range(2):  # of two streams, before its slot is filled again
                     rounds.acquire(0)
@@ -226,14 +226,14 @@ def test_a_pause_as_a_layer_is_released(tmp_path: Path, monkeypatch: pytest.Monk
     model, _ = _offloaded(tmp_path, 0.7, threads=2)
     with model.streamload_offload as offloaded:
         models.logits(model)
-        rounds = offloaded._streaming.rounds
+        rounds = offloaded._rounds
         bring = Rounds._bring_next
         monkeypatch.setattr(
             Rounds, "_bring_next", lambda self, number: (rounds.pause(), bring(self, number))
         )
         rounds.acquire(0)
         rounds.release(0)
-        assert rounds.is_paused and not rounds._held
+        assert not rounds.is_open and not rounds._held
 
 
 class Timed(Slot):
@@ -387,16 +387,17 @@ def test_an_interrupt_while_a_layer_is_released(
     model: Any = from_pretrained(
         tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
     )
-    note, interrupts = Rounds._note_use, 0
+    reads, interrupts = Rounds._reads_here, 0
 
-    def interrupted(self: Any, number: int, work: Any) -> None:
+    def interrupted(self: Any) -> bool:
         nonlocal interrupts
-        interrupts -= 1
-        if not interrupts:
+        is_released = sys._getframe(1).f_code.co_name == "_release"
+        interrupts -= is_released
+        if is_released and not interrupts:
             raise KeyboardInterrupt
-        note(self, number, work)
+        return reads(self)
 
-    monkeypatch.setattr(Rounds, "_note_use", interrupted)
+    monkeypatch.setattr(Rounds, "_reads_here", interrupted)
     with model.streamload_offload:
         for nth in (1, 2):
             models.logits(model)

@@ -1,4 +1,4 @@
-"""`offloading.rounds`: layers that take turns in slots, over a device whose work ends late."""
+"""`offloading.prefetch`: layers that take turns in slots, over a device whose work ends late."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import OffloadError, StreamloadError
-from streamload.offloading import bringing as rounds_module
+from streamload.offloading import prefetch
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.slots import Layer
 from streamload.planning.match import wants_of
@@ -129,6 +129,7 @@ class _Slots:
 @dataclass
 class _Made:
     rounds: Rounds
+    transfer: Transfer
     device: _Late
     slots: _Slots
     expected: list[list[bytes]]
@@ -187,17 +188,18 @@ def _made(
     slot_nbytes = -(-max(taken) // max(slots - 1, 1) // _ALIGNMENT) * _ALIGNMENT
     memory = _Slots(slots, slot_nbytes, nbytes)
     rounds = Rounds(
-        Transfer(plan, checkpoint, {plan.devices[0].device: device}),
+        device,
         [
             Layer(name, range(places[0], places[-1] + 1), -(-t // slot_nbytes), sum(n))
             for (name, places), n, t in zip(found, nbytes, taken, strict=True)
         ],
-        memory,
     )
+    transfer = Transfer(plan, checkpoint, {plan.devices[0].device: device})
+    rounds.open(transfer, memory)  # type: ignore[arg-type]
     expected = [
         [tensors[plan.placements.names[at]].tobytes() for at in places] for _, places in found
     ]
-    return _Made(rounds, device, memory, expected)
+    return _Made(rounds, transfer, device, memory, expected)
 
 
 @pytest.fixture(autouse=True)
@@ -212,8 +214,8 @@ def _no_deadlock() -> Iterator[None]:
 def _idle(seconds: float) -> Iterator[None]:
     """Threads end after so many seconds, and look often."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rounds_module, "_IDLE_S", seconds)
-        patched.setattr(rounds_module, "_LOOK_S", 0.005)
+        patched.setattr(prefetch, "_IDLE_S", seconds)
+        patched.setattr(prefetch, "_LOOK_S", 0.005)
         yield
 
 
@@ -237,16 +239,20 @@ def test_layers_are_right_in_any_order(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_slots_are_gone_between_a_pause_and_what_follows(seed: int, tmp_path: Path) -> None:
-    """At any time: with copies under way, in other memory afterwards, with idle ends, or none."""
+    """At any time: with copies under way, in other memory afterwards, with idle ends, or none.
+
+    If a file in host memory is to go, the threads that read it end before.
+    """
     rng = random.Random(seed)
-    made = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 5))
+    made, host = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 5)), None
     with _idle(rng.choice([0.0, 0.02, 2.0])):
         for _ in range(8):
             for number in range(rng.randrange(7)):
                 made.use(number)
             old = made.slots
             made.rounds.pause()
-            assert old.closed and made.rounds.is_paused
+            assert old.closed and not made.rounds.is_open
+            assert host is None or (host.closed and made.rounds._thread is None)
             with pytest.raises(OffloadError, match="turn on the device is over"):
                 made.rounds.acquire(0)
             made.device.compute((), ())  # it keeps the last parts
@@ -257,7 +263,9 @@ def test_slots_are_gone_between_a_pause_and_what_follows(seed: int, tmp_path: Pa
                 time.sleep(0.001)
             time.sleep(rng.choice([0, 0, 0.03]))
             made.slots = old.again()
-            made.rounds.resume(made.slots)  # type: ignore[arg-type]
+            host = old if rng.random() < 0.5 else None
+            old.closed = False
+            made.rounds.open(made.transfer, made.slots, None, host)  # type: ignore[arg-type]
         made.rounds.acquire(0)
         with pytest.raises(OffloadError, match="cannot be paused"):
             made.rounds.pause()
@@ -422,5 +430,25 @@ def test_what_was_offloaded_before_a_fork_says_so(tmp_path: Path) -> None:
             os._exit(3 if "forked" in str(error) else 4)
         os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    made.use(1)
+    made.close()
+
+
+def test_what_was_paused_before_a_fork_is_opened_in_the_child(tmp_path: Path) -> None:
+    """With threads and locks of its own; the parent goes on, too."""
+    made = _made(tmp_path / "x.safetensors", random.Random(4))
+    made.use(0)
+    made.rounds.pause()
+    child = os.fork()
+    if not child:
+        made.slots = made.slots.again()
+        made.rounds.open(made.transfer, made.slots)  # type: ignore[arg-type]
+        for number in range(6):
+            made.use(number)
+        made.rounds.close("closed")
+        os._exit(3 if made.slots.closed and not made.device.wrongs else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    made.slots = made.slots.again()
+    made.rounds.open(made.transfer, made.slots)  # type: ignore[arg-type]
     made.use(1)
     made.close()

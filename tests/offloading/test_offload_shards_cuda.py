@@ -33,11 +33,11 @@ import streamload
 from bulk_stand_in import Driven
 from safetensors.torch import load_file
 from streamload.devices.torch import device as torch_devices
-from streamload.offloading import bringing
+from streamload.offloading import prefetch
 from streamload.transformers import from_pretrained
 
 torch.set_num_threads(1)
-bringing._IDLE_S = 0.3
+prefetch._IDLE_S = 0.3
 driver = ctypes.CDLL("libcuda.so.1")
 whole, *paths = [Path(path) for path in sys.argv[1:]]
 given = {"device": "cpu", "progress": False, "threads": 3}

@@ -25,8 +25,7 @@ from diffusion import image, models, saved  # noqa: E402
 import streamload  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
 from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
-from streamload.offloading import bringing  # noqa: E402
-from streamload.offloading.offload import Streaming  # noqa: E402
+from streamload.offloading import prefetch  # noqa: E402
 
 #: About the least budget of each pipeline.
 LEAST = {
@@ -104,7 +103,7 @@ def test_streaming_goes_on_in_the_next_turn(
     tmp_path: Path, idle_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of a model is on the device meanwhile; its threads end after ``idle_s`` seconds."""
-    monkeypatch.setattr(bringing, "_IDLE_S", idle_s)
+    monkeypatch.setattr(prefetch, "_IDLE_S", idle_s)
     folder, more = tmp_path / "half", {"torch_dtype": torch.float32}
     diffusers.DiffusionPipeline.from_pretrained(
         saved(tmp_path / "a", "Flux"), torch_dtype=torch.bfloat16
@@ -120,7 +119,7 @@ def test_streaming_goes_on_in_the_next_turn(
         assert turn.plan.residency.streams and turn.plan.residency.arena_nbytes
         rounds.append(turn._rounds)
         assert not turn.is_here
-        assert turn._rounds.is_paused and not len(turn._rounds.memory._memory)
+        assert not turn._rounds.is_open and not len(turn._rounds.memory._memory)
     assert rounds[0] is rounds[2]
     pipeline.streamload_offload.close()
     after = {*threading.enumerate()} - before
@@ -134,17 +133,16 @@ def test_an_error_while_a_model_leaves(tmp_path: Path, monkeypatch: pytest.Monke
     folder = saved(tmp_path, "Flux")
     expected = small(resident(folder))
     pipeline = offloaded(folder, LEAST["Flux"])
-    pause, raised = Streaming.pause, 0
+    pause, raised = prefetch.Rounds.pause, 0
 
-    def paused(self: Streaming, why: str) -> None:
+    def paused(self: prefetch.Rounds) -> None:
         nonlocal raised
-        pause(self, why)
-        if self.rounds is not None:
-            raised += 1
-            raise TimeoutError
+        pause(self)
+        raised += 1
+        raise TimeoutError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Streaming, "pause", paused)
+        patched.setattr(prefetch.Rounds, "pause", paused)
         with pytest.raises(TimeoutError):
             small(pipeline)
     assert raised == 1
