@@ -20,11 +20,11 @@ from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, ope
 from streamload.codecs.cast_table import CastCounts, OutOfRange, cast_engine
 from streamload.codecs.parts import QuantCounts
 from streamload.conversion import disk
+from streamload.conversion.blocks import Way, choose_way
 from streamload.conversion.companions import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Folder
 from streamload.conversion.journal import FORMAT, Finished, Journal, noted_verdict
-from streamload.conversion.memory import Way, choose_way
 from streamload.conversion.openable import Judging
 from streamload.conversion.plan import (
     ConvertOptions,

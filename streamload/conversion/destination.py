@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from streamload.checkpoint.digests import SIDECAR, Digests
+from streamload.conversion.blocks import InMemory
 from streamload.conversion.companions import CONFIG
 from streamload.conversion.disk import WORK, Folder, exists, linked, writing_to
 from streamload.conversion.journal import JOURNAL
-from streamload.conversion.memory import InMemory
 from streamload.conversion.plan import ConvertPlan, folders_above, in_folder
 from streamload.core.system import filesystem_in_memory, sync_folder
 from streamload.errors import CheckpointError, PlanInfeasibleError

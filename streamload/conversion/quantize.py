@@ -19,8 +19,8 @@ from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats.writer import Joined, OutTensor, Target
 from streamload.planning.dequantize import all_dequantized
 from streamload.planning.match import wants_of
+from streamload.planning.moves import DTypePolicy
 from streamload.planning.quant_policy import QuantPolicy, codings_of, leaving
-from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source, is_conv1d
 from streamload.planning.transforms import Changed
 

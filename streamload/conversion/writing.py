@@ -32,13 +32,19 @@ from streamload.checkpoint.shards import Room, Shards, cut, file_kind
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import Decoders
 from streamload.codecs.parts import QuantCounts
-from streamload.conversion.assembler import Assembler
-from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
-from streamload.conversion.checksums import FileSum
+from streamload.conversion.blocks import (
+    Assembler,
+    Block,
+    File,
+    Part,
+    Way,
+    Writing,
+    least_nbytes,
+    most_codes,
+)
 from streamload.conversion.destination import OUT, Destination
-from streamload.conversion.disk import Output, writing_to
+from streamload.conversion.disk import FileSum, Output, writing_to
 from streamload.conversion.journal import Finished, Journal
-from streamload.conversion.memory import Way
 from streamload.conversion.plan import ConvertPlan, folder_of, in_folder
 from streamload.core.dtypes import DType
 from streamload.core.interrupt import deferred_interrupt

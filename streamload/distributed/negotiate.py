@@ -46,10 +46,10 @@ from streamload.offloading.offload import Prepared
 from streamload.planning.dequantize import as_in_models, dequantized, in_order_of
 from streamload.planning.dequantize import asked as weights_asked
 from streamload.planning.match import whole_shape
+from streamload.planning.moves import TensorRequests
 from streamload.planning.partition import Node, ordered
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy
-from streamload.planning.requests import TensorRequests
 from streamload.planning.shares import (
     LOCAL_LAYERS,
     ClusterPlan,

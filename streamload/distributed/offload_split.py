@@ -20,10 +20,10 @@ from streamload.offloading.offload import for_passes
 from streamload.offloading.plan import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, OffloadPlan, Problem
 from streamload.planning.fit import CacheRoom
 from streamload.planning.match import wants_of
+from streamload.planning.moves import DeviceSpec, TensorRequests
 from streamload.planning.partition import Need, Node, Part, Unit
 from streamload.planning.plan import DevicePlan, Plan
 from streamload.planning.planner import assign
-from streamload.planning.requests import DeviceSpec, TensorRequests
 from streamload.planning.shares import holds
 
 _THREADS = 2

@@ -17,8 +17,8 @@ from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import CACHE, OF_MODELS, LoadOptions, Options, takes
 from streamload.loading.prepare import Call, Decision, Place, wants_under
 from streamload.loading.report import Clock
+from streamload.planning.moves import DeviceSpec
 from streamload.planning.quant_policy import keep_blocks
-from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import Found
 
 # Most bytes of tensors that are read at once: planning and starting threads takes milliseconds.

@@ -70,10 +70,10 @@ from streamload.planning.dequantize import (
     kept_kinds,
 )
 from streamload.planning.match import Match, shape_of, wants_of
+from streamload.planning.moves import DeviceSpec, DTypePolicy
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import Kept, QuantPolicy, keep_blocks, narrower
-from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import Source, named_by_user, parameters_of, sources
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.streaming.loop import stream

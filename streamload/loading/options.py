@@ -36,9 +36,9 @@ from streamload.files.page_cache import PageCacheKind
 from streamload.loading.lora import AdaptersArgument
 from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.match import Shapes
+from streamload.planning.moves import DTypePolicy
 from streamload.planning.planner import Residence
 from streamload.planning.quant_policy import QuantArgument, QuantPolicy
-from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import MAPPINGS, MappingArgument, Rename
 from streamload.planning.transforms import NO_CHANGES, Changes, Transform
 

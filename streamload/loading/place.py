@@ -47,10 +47,10 @@ from streamload.errors import (
 from streamload.files.page_cache import free_host_nbytes
 from streamload.loading.options import CastArgument
 from streamload.planning.dequantize import compile_decoders
+from streamload.planning.moves import DeviceSpec, DTypePolicy, TensorRequests
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import compile_encoders
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 from streamload.streaming.memory_watch import needed_by_loads
 
 if TYPE_CHECKING:

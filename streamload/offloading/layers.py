@@ -15,8 +15,8 @@ from streamload.core.patterns import matches
 from streamload.core.tensors import RowRange
 from streamload.planning.kv_cache import experts_chosen
 from streamload.planning.match import split
+from streamload.planning.moves import TensorRequest, TensorRequests
 from streamload.planning.partition import Item, units_of
-from streamload.planning.requests import TensorRequest, TensorRequests
 
 #: How a layer comes that does not stay: a "layer" through a slot, "rows" of an embedding from the
 #: file as they are asked for, "experts" through a cache as the router chooses them. "fixed" stays.

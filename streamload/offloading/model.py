@@ -41,7 +41,7 @@ from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.slots import Slots
 from streamload.planning.match import Match
-from streamload.planning.requests import DeviceSpec, TensorRequests
+from streamload.planning.moves import DeviceSpec, TensorRequests
 
 # Arguments of models with a shape (sequences, tokens), or with one axis more.
 _IDS, _STATES = ("input_ids", "decoder_input_ids"), ("inputs_embeds", "decoder_inputs_embeds")

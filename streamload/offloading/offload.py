@@ -48,9 +48,9 @@ from streamload.offloading.slots import (
     Slots,
 )
 from streamload.planning.match import wants_of
+from streamload.planning.moves import DeviceSpec
 from streamload.planning.plan import Plan, load_nbytes
 from streamload.planning.quant_policy import NO_QUANT, STORED
-from streamload.planning.requests import DeviceSpec
 from streamload.planning.shares import Share
 from streamload.planning.sources import Found
 from streamload.planning.suggest import Wanted, call_of_library

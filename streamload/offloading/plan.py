@@ -21,8 +21,14 @@ from streamload.errors import CheckpointError, Fit, PlanInfeasibleError, Streaml
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
 from streamload.loading.options import Options
 from streamload.loading.place import engine_of
-from streamload.loading.prepare import MOST_THREADS, plan_within, request_of
-from streamload.loading.read_choice import Reading, ahead_nbytes, reading_of
+from streamload.loading.prepare import (
+    MOST_THREADS,
+    Reading,
+    ahead_nbytes,
+    plan_within,
+    reading_of,
+    request_of,
+)
 from streamload.offloading.layers import (
     ROOT,
     SLOT_ALIGNMENT_NBYTES,
@@ -44,8 +50,8 @@ from streamload.planning.kv_cache import (
     KvCache,
     activation_nbytes,
 )
+from streamload.planning.moves import DeviceSpec, TensorRequest, TensorRequests
 from streamload.planning.plan import SEGMENTS, DevicePlan, Plan, load_nbytes
-from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 
 # A note for layers that the CPU can use as stored, and that fit into the page cache.
 _MAPPED_IS_FASTER = (

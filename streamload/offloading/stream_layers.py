@@ -23,7 +23,7 @@ from streamload.offloading.offload import OffloadReport, begin, for_passes, load
 from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.offloading.prefetch import Rounds
 from streamload.planning.match import wants_of
-from streamload.planning.requests import TensorRequests
+from streamload.planning.moves import TensorRequests
 
 # By framework, module and name of the `Slots` that lend tensors to loops.
 _SLOTS: Mapping[str, tuple[str, str]] = {

@@ -45,7 +45,7 @@ from streamload.offloading.model import (
 from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.slots import NO_PARTS, FileRange, Slots
-from streamload.planning.requests import TensorRequests
+from streamload.planning.moves import TensorRequests
 
 TensorReference = Callable[[], Tensor | None]  # as in ``all_tensors``
 

@@ -21,7 +21,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.files.header import Turn
-from streamload.planning.requests import DTypePolicy, TensorRequests
+from streamload.planning.moves import DTypePolicy, TensorRequests
 from streamload.planning.sources import is_conv1d
 
 

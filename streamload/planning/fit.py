@@ -28,7 +28,15 @@ from streamload.devices.allocators import (
 from streamload.errors import CheckpointError, Fit, PlanInfeasibleError
 from streamload.files.local import BOUNCE_NBYTES, EXACT_NBYTES
 from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
-from streamload.planning.moves import HOST_CASTS, Kind, Moves
+from streamload.planning.moves import (
+    HOST_CASTS,
+    DeviceSpec,
+    DTypePolicy,
+    Kind,
+    Moves,
+    TensorRequests,
+    kept_free,
+)
 from streamload.planning.partition import Item, Part, smallest_count, units_of
 from streamload.planning.plan import (
     BATCH_UNITS,
@@ -42,7 +50,6 @@ from streamload.planning.plan import (
     slot_nbytes,
     units_ahead,
 )
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests, kept_free
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,8 @@ from streamload.core.tensors import (
 from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter, Swap
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
-from streamload.planning.moves import Moves
+from streamload.planning.moves import DTypePolicy, Moves, TensorRequest, TensorRequests
 from streamload.planning.quant_policy import QuantPolicy, coded_want, no_holder, quantised
-from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import (
     HEADS,
     Found,

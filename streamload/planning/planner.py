@@ -30,10 +30,19 @@ from streamload.devices.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBY
 from streamload.errors import ResidenceError, UnsupportedCastError
 from streamload.planning.fit import CacheRoom, DeviceShare, check, fit
 from streamload.planning.kv_cache import KvCache
-from streamload.planning.moves import Action, Kind, Move, Moves, rows_of
+from streamload.planning.moves import (
+    Action,
+    DeviceSpec,
+    DTypePolicy,
+    Kind,
+    Move,
+    Moves,
+    TensorRequest,
+    TensorRequests,
+    rows_of,
+)
 from streamload.planning.partition import Item, Need, Node, Part, Unit, partition
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import tied_names
 
 _EXPERTS = re.compile(r"\bexperts\.")

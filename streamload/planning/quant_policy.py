@@ -28,10 +28,9 @@ from streamload.core.units import format_bytes
 from streamload.devices.base import NO_SWAP, Swap
 from streamload.errors import Fit, PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.dequantize import decoded_always, kept_kinds, with_blocks
-from streamload.planning.moves import Move
+from streamload.planning.moves import DTypePolicy, Move, TensorRequest, TensorRequests
 from streamload.planning.partition import Item, units_of
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Found, Source, is_conv1d
 
 #: The argument ``quant=``: the name of a format, or by pattern of names a format or None.

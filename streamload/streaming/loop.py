@@ -22,8 +22,7 @@ from streamload.files.local import Reader
 from streamload.planning.plan import BATCH_UNITS, units_ahead
 from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.state import Job, Sink, StreamStats, Transfer, WorkItem
-from streamload.streaming.under_way import Outcome
-from streamload.streaming.worker import Worker
+from streamload.streaming.worker import Outcome, Worker
 
 _Batch = tuple[Reader, Sequence[WorkItem]]  # the open file, and units of it for one worker
 

@@ -11,13 +11,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from streamload.core.system import populate, released
-from streamload.devices.base import Read, StagedElements, Staging
+from streamload.devices.base import Read, StagedElements, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
@@ -25,12 +26,64 @@ from streamload.planning.moves import Kind
 from streamload.planning.plan import STAGING_SLOTS, slot_nbytes
 from streamload.streaming.bulk import Slot, copy_of, reads_of, refill_of, refill_slot_nbytes
 from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
-from streamload.streaming.steps import Casting, Encoding, Step, step_of
-from streamload.streaming.transpose import Transposer, rows_of
-from streamload.streaming.under_way import Outcome, SlotTicket, UnderWay, named
+from streamload.streaming.steps import Casting, Encoding, Step, Transposer, rows_of, step_of
 
 if TYPE_CHECKING:
     from streamload.devices.cuda_copies import BulkCopier, Refiller
+
+#: A unit, the counts of its chunks, and the error that ended it, if any.
+Outcome = tuple[WorkItem, list[Counts], BaseException | None]
+
+
+class SlotTicket(NamedTuple):
+    """A copy that may be running, and the staging slot that it reads."""
+
+    staging: Staging
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A work item that has been read, and the tickets of its copies that may be running."""
+
+    unit: WorkItem
+    counts: list[Counts]
+    tickets: list[SlotTicket]
+    ticket: Ticket | None = None  # of copies from slots that threads share
+    held: ExitStack = field(default_factory=ExitStack)  # closed when the ticket's copies have ended
+
+    def outcome(self) -> Outcome:
+        """Wait for the copies; return the work item, its counts, and an error or None."""
+        failure: BaseException | None = None
+        shared = [] if self.ticket is None else [self.ticket]
+        for ticket in [*shared, *(ticket for _, ticket in self.tickets)]:
+            try:
+                ticket.wait()
+            except BaseException as error:
+                failure = error
+        try:
+            self.held.close()
+        except BaseException as error:  # the file has changed
+            failure = failure or error
+        try:
+            return self.unit, self.counts, failure
+        finally:
+            del failure  # its traceback has this call: a cycle
+
+
+def named(job: Job, unit: WorkItem, error: BaseException) -> BaseException:
+    """Return the error; a `CheckpointError` without a tensor gets the tensor at fault."""
+    if not isinstance(error, CheckpointError) or error.tensor is not None:
+        return error
+    found = error.of_tensor(job.tensor(_at_fault(unit, error)).name)
+    found.__cause__ = error
+    return found
+
+
+def _at_fault(unit: WorkItem, error: CheckpointError) -> Chunk:
+    """Return the first chunk that ends beyond the file's end (``error.found``), else the first."""
+    end = error.found if isinstance(error.found, int) else 0
+    return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])
 
 
 class Worker:

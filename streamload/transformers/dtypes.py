@@ -16,7 +16,7 @@ from streamload.devices.names import environment_fp16_cast
 from streamload.errors import CheckpointError
 from streamload.loading.options import Options
 from streamload.loading.place import Devices
-from streamload.planning.requests import DTypePolicy
+from streamload.planning.moves import DTypePolicy
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.internals import build_glob_alternation, plan_of_dtypes
 from streamload.transformers.names import Names

@@ -27,7 +27,7 @@ from streamload.loading.report import LoadReport
 from streamload.offloading.offload import OFFLOAD, Offloaded, offload_under
 from streamload.planning.dequantize import all_dequantized, decoded_always, dequantized
 from streamload.planning.match import same_bytes
-from streamload.planning.requests import DTypePolicy
+from streamload.planning.moves import DTypePolicy
 from streamload.planning.sources import Source
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta, outer_of
 from streamload.transformers.dtypes import Dtypes

@@ -44,6 +44,7 @@ from streamload.formats.gguf.names import is_computed
 from streamload.formats.writer import FUSED_EXPERTS
 from streamload.planning.dequantize import all_names, as_in_models, asked, dequantized
 from streamload.planning.match import stated_by_tensors
+from streamload.planning.moves import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.quant_policy import (
     QuantArgument,
     QuantPolicy,
@@ -52,7 +53,6 @@ from streamload.planning.quant_policy import (
     quantised,
     turned,
 )
-from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import HEADS, Rename, model_shape, sources
 from streamload.verification.difference import TensorDifference, ValueComparison
 from streamload.verification.reference import PART_NUMEL, Expected, Read

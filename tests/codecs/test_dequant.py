@@ -480,7 +480,7 @@ def test_convert(tmp_path: Path, dtype: str) -> None:
 def test_convert_cuts_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that begin within a column, within a byte and between matrices."""
     from streamload.conversion import convert
-    from streamload.conversion.memory import Way
+    from streamload.conversion.blocks import Way
 
     monkeypatch.setattr(convert, "choose_way", lambda *_, **__: Way(2, 4096))
     path = write(tmp_path / "in", SAMPLES)

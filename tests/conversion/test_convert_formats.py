@@ -35,7 +35,7 @@ from safetensors_files import write_safetensors
 from streamload.bench.processes import call
 from streamload.codecs.scheme import SCHEMES
 from streamload.conversion import convert as conversion
-from streamload.conversion.memory import Way
+from streamload.conversion.blocks import Way
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError

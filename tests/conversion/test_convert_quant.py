@@ -30,7 +30,7 @@ from streamload.cli import main
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.scheme import SCHEMES
 from streamload.conversion import convert as conversion
-from streamload.conversion.memory import Way
+from streamload.conversion.blocks import Way
 from streamload.core.dtypes import BF16
 from streamload.errors import CheckpointError, OutOfRangeError, UnsupportedCastError
 from streamload.verification import diff as compare

@@ -15,7 +15,7 @@ from conversions import quiet, tensors_of
 from gguf_files import small_model
 from make_checkpoint import make_checkpoint, shape_of_size
 
-from streamload.conversion.runtimes import RUNTIMES
+from streamload.conversion.plan import RUNTIMES
 from streamload.core.dtypes import BF16
 
 LLAMA3 = {

@@ -1,4 +1,4 @@
-"""The sums of files that are written in parts (`streamload.conversion.checksums`)."""
+"""The sums of files that are written in parts (`streamload.conversion.disk`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from streamload.conversion.checksums import FileSum
+from streamload.conversion.disk import FileSum
 
 NBYTES = 1_000_000
 #: What is in the file before, or zeros: its end, too.

@@ -47,7 +47,7 @@ from streamload.errors import (
     StreamloadError,
     UnsupportedCastError,
 )
-from streamload.planning.requests import DeviceSpec, TensorRequest
+from streamload.planning.moves import DeviceSpec, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.streaming.state import Transfer

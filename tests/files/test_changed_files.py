@@ -26,7 +26,7 @@ import streamload
 from streamload import RowRange, open_checkpoint
 from streamload.checkpoint.shards import Shards
 from streamload.conversion import convert, writing
-from streamload.conversion.memory import Way
+from streamload.conversion.blocks import Way
 from streamload.core import progress
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
 from streamload.files.local import MmapReader, choose_reader, open_reader

@@ -23,7 +23,7 @@ from k_quants import encoded
 from streamload.checkpoint.open import open_checkpoint
 from streamload.cli import main
 from streamload.conversion import convert as conversion
-from streamload.conversion.memory import Way
+from streamload.conversion.blocks import Way
 from streamload.errors import CheckpointError
 from streamload.formats import imatrix as imatrix_file
 from streamload.formats.gguf.mixture import MIXTURES, Mixer

@@ -37,9 +37,9 @@ from streamload.errors import (
 )
 from streamload.loading.place import Devices
 from streamload.planning.fit import NUMPY_SCRATCH_NBYTES
+from streamload.planning.moves import TensorRequest, TensorRequests
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy, quantised
-from streamload.planning.requests import TensorRequest, TensorRequests
 
 ROOT = Path(__file__).parents[2]
 STACKED = tuple(name for name in NAMES if name != "bitsandbytes-int8")  # that is of matrices

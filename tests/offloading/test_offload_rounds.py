@@ -28,7 +28,7 @@ from streamload.offloading import prefetch
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.slots import Layer
 from streamload.planning.match import wants_of
-from streamload.planning.requests import DeviceSpec
+from streamload.planning.moves import DeviceSpec
 from streamload.planning.sources import sources
 from streamload.streaming.loop import Crew
 from streamload.streaming.state import Transfer

@@ -21,8 +21,8 @@ from streamload.core.tensors import RowRange
 from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.planning import kv_cache
 from streamload.planning.kv_cache import CacheRequest, KvCache
+from streamload.planning.moves import DeviceSpec, TensorRequest
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, TensorRequest
 
 #: A config.json of each kind, with the keys that published ones have; small.
 GROUPED: dict[str, Any] = {

@@ -17,7 +17,7 @@ from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.core.tensors import Block, RowRange, RowTranspose
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.planning.match import Match, ModelParameters, incoherent, match
-from streamload.planning.requests import DTypePolicy
+from streamload.planning.moves import DTypePolicy
 from streamload.planning.sources import Found, Source, sources
 
 

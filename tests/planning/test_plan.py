@@ -25,9 +25,8 @@ from streamload.core.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.core.tensors import RowRange, RowTranspose
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
-from streamload.planning.moves import Kind, Move, Moves
+from streamload.planning.moves import DeviceSpec, DTypePolicy, Kind, Move, Moves, TensorRequest
 from streamload.planning.plan import DevicePlan, Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 MIB = 2**20
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -20,7 +20,7 @@ from plan_helpers import checkpoint_of, device_spec, plan_of, wants_of
 from streamload.core.dtypes import BF16
 from streamload.devices.allocators import AllocatorKind, ObjectCosts, round_up, taken
 from streamload.errors import PlanInfeasibleError
-from streamload.planning.requests import DeviceSpec, TensorRequest
+from streamload.planning.moves import DeviceSpec, TensorRequest
 
 KIB, MIB = 2**10, 2**20
 GIB = 2**30

@@ -16,9 +16,15 @@ from streamload.core.dtypes import BF16, F16, F32
 from streamload.core.tensors import RowRange
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
-from streamload.planning.moves import Kind, Moves
+from streamload.planning.moves import (
+    DeviceSpec,
+    DTypePolicy,
+    Kind,
+    Moves,
+    TensorRequest,
+    TensorRequests,
+)
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 
 MIB = 2**20
 

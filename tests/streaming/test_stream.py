@@ -41,7 +41,7 @@ from streamload.errors import (
 from streamload.files.header import Header
 from streamload.files.local import PreadReader, Reader, ResolvedKind
 from streamload.planning.chunks import chunks
-from streamload.planning.requests import TensorRequest
+from streamload.planning.moves import TensorRequest
 from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
 from streamload.streaming.state import Transfer

@@ -22,8 +22,8 @@ from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.core.memory import STAGING, Ledger
 from streamload.core.tensors import RowRange
 from streamload.errors import DeviceError
+from streamload.planning.moves import TensorRequest
 from streamload.planning.plan import Plan
-from streamload.planning.requests import TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.streaming.state import Transfer

@@ -33,8 +33,8 @@ from streamload.devices.host import HostDevice, HostFramework
 from streamload.devices.staging import DONE, HostStaging
 from streamload.errors import AllocationError, TruncatedFileError
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch, chunks
+from streamload.planning.moves import DeviceSpec, TensorRequest, TensorRequests
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.streaming.state import Transfer

@@ -27,8 +27,8 @@ from streamload.core.tensors import RowRange, RowTranspose
 from streamload.files.local import DIRECT_FILESYSTEMS
 from streamload.files.page_cache import resident_fraction
 from streamload.planning.chunks import Chunk, StridedRead
+from streamload.planning.moves import DeviceSpec, TensorRequest
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.streaming.state import StreamStats, Transfer, file_ranges

@@ -11,7 +11,7 @@ from streamload.codecs.decode import decoder_of
 from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.planning.dequantize import asked, dequantized
-from streamload.planning.requests import DTypePolicy
+from streamload.planning.moves import DTypePolicy
 
 
 def load(path: Any, dtype: Any = "bfloat16", **options: Any) -> Any:

@@ -14,10 +14,9 @@ from streamload.core.memory import DEFAULT_HOST_NBYTES
 from streamload.core.tensors import RowRange, TensorInfo
 from streamload.devices.base import DeviceInfo
 from streamload.files.header import Header
-from streamload.planning.moves import Moves
+from streamload.planning.moves import DeviceSpec, DTypePolicy, Moves, TensorRequest
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, PlanRequest, make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 
 def checkpoint_of(

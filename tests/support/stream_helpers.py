@@ -15,8 +15,8 @@ from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.checkpoint.shards import Opener, open_shard
 from streamload.core.memory import STAGING, Ledger
 from streamload.core.tensors import RowRange
+from streamload.planning.moves import DeviceSpec, TensorRequest
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget

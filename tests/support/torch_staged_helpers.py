@@ -24,8 +24,8 @@ from streamload.errors import (
     LoadState,
 )
 from streamload.planning.match import Match, ModelParameters, match
+from streamload.planning.moves import DeviceSpec, DTypePolicy
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import sources
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
