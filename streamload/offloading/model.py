@@ -209,7 +209,6 @@ class Timed:
 
     @contextmanager
     def a_pass(self) -> Iterator[None]:
-        """Count and time the pass in a ``with`` block."""
         begun = time.perf_counter()
         self.running += 1
         try:
@@ -417,7 +416,6 @@ class ModelAdapter(ABC, Generic[P]):
             self._emptied.append(name)
 
     def put(self, plan: OffloadPlan, problem: Problem, device: Device, rounds: Rounds) -> None:
-        """Make modules fetch what streams when called."""
         wants, dsts = problem.wants, problem.dsts
         self.begin_streaming(plan, problem, device)
         by_name = {group.name: group for group in plan.groups}

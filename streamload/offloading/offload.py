@@ -117,7 +117,6 @@ class OffloadReport(Shown):
         rounds: Rounds,
         overrun: str = "",
     ) -> OffloadReport:
-        """Return the counts of ``timed`` and ``rounds``."""
         stats, cache = rounds.stats, rounds.experts
         rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
         experts = (ExpertReport(*row) for row in rows)

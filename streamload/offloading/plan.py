@@ -335,17 +335,14 @@ class Problem:
 
     @property
     def dsts(self) -> Sequence[DType]:
-        """Dtype of each parameter on the device."""
         return self.wants.dsts(self.options.policy, self.spec.native_bf16)
 
     @cached_property
     def nbytes(self) -> list[int]:
-        """Bytes of each parameter on the device."""
         return self.wants.nbytes(self.options.policy, self.spec.native_bf16)
 
     @cached_property
     def sizes(self) -> list[LayerSize]:
-        """Sizes of each layer in ``groups``."""
         each, nbytes = zip(self.wants, self.wants.srcs, strict=True), self.nbytes
         read = [src.nbytes(math.prod(want.shape)) for want, src in each]
 
@@ -383,7 +380,6 @@ class Problem:
 
     @cached_property
     def cache_nbytes(self) -> int:
-        """Device bytes of the KV cache of all layers."""
         cache = self.cache if self.has_layers else None
         policy, wants = self.options.policy, self.wants
         if cache is None:

@@ -808,7 +808,6 @@ class Rounds(Sink):
 
     @property
     def is_open(self) -> bool:
-        """Whether layers can be acquired."""
         return not (self._closed or self._paused)
 
     def close(self, why: str) -> None:
@@ -882,7 +881,6 @@ class Reaper:
             self._runs = False
 
     def join(self) -> None:
-        """Wait until the threads have ended; call `end` first."""
         for thread in self._threads:
             thread.join()
 

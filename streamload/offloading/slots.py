@@ -310,12 +310,10 @@ class ExpertCache:
         return held if held >= 0 else None
 
     def take(self, expert: int, slot: int) -> None:
-        """Record that an expert holds a slot, which was free."""
         self._held[slot] = expert
         self._slot[expert] = slot
 
     def count_read(self, expert: int, nbytes: int) -> None:
-        """Add file bytes, read for an expert, to the count of its layer."""
         self.read_nbytes[bisect_right(self._first, expert) - 1] += nbytes
 
     def keep(self, experts: Collection[int]) -> None:
@@ -326,7 +324,6 @@ class ExpertCache:
             self._held[slot] = expert
 
     def drop(self, expert: int) -> None:
-        """Free the slot of an expert that has one."""
         self._held[self._slot.pop(expert)] = -1
 
 
@@ -506,7 +503,6 @@ class FileViews(Slots):
                     del self._entered[layer]
 
     def close_files(self) -> None:
-        """Close all files, until the next `enter`."""
         for reader in self._open.values():
             reader.close()
         self._open.clear()

@@ -168,7 +168,6 @@ class Wrapped:
         self._module.__class__ = make(self._class.__name__, (self._class,), {**kept, **own})
 
     def take_out(self) -> None:
-        """Restore the object's own class."""
         self._module.__class__ = self._class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +272,6 @@ class StreamedLayer(Wrapped):
                 jit.reset()
 
     def take_out(self) -> None:
-        """Restore the layer's own class, and drop captures of TinyJits."""
         super().take_out()
         self._captured.clear()
 
@@ -448,7 +446,6 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         super().empty(plan, wants)
 
     def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
-        """Make streamed weights raise if used; make resident layers compute before they return."""
         self._device, names = device, problem.wants.names
         dtypes = dict(zip(names, problem.dsts, strict=True))
         for name in self._emptied:
@@ -470,7 +467,6 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         self._wrap(GatheredEmbedding(name, self._modules[name], reader, device))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        """Make the model count tokens, and passes if anything streams."""
         timed = self.timed if plan.residency.absent else None
         self._wrap(Pass(self._model, self.room, timed))
 

@@ -601,7 +601,6 @@ class Wrapped:
         return run(self, args, kwargs)
 
     def take_out(self) -> None:
-        """Restore the module's own method, if there is still a module."""
         module = self._refer()
         if module is not None:
             module.__dict__.pop(self._name, None)
@@ -623,12 +622,10 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Return a view of ``output``; ``token`` needs gradients, so `backward` gets called."""
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Raise OffloadError: gradients do not go through layers that stream."""
         raise OffloadError(
             "a model that is offloaded cannot be trained: no gradients go through layers that "
             "stream; load the model, or call it under torch.no_grad()"
