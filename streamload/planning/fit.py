@@ -174,8 +174,8 @@ _LEAST_READ_FROM_NBYTES = 16 * 2**20
 _SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each chunk costs calls
 _CHANGED_ARRAYS = 3  # of changed rows, in float32 or a wider dtype
 # Process memory of an auxiliary tensor (scales, for one) of a quantized weight: its request, name
-# and placement. Measured: 330 to 840 bytes on the host, up to 860 elsewhere.
-_PART_NBYTES = 900
+# and move. Measured: up to 740 bytes, by framework.
+_PART_NBYTES = 780
 # Most bytes on a device for scales and statistics of tensors ahead of the current ones.
 _THERE_NBYTES = 16 * 2**20
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call of any length
@@ -292,25 +292,13 @@ class DeviceShare:
         return [*cast] if self.spec.casts else []
 
     @cached_property
-    def _changed(self) -> Sequence[Kind]:
-        return [p for p, _ in self.placements.counted if p.changes]
-
-    @cached_property
-    def _packed(self) -> Sequence[Kind]:
-        return [p for p, _ in self.placements.counted if p.scales_nbytes]
-
-    @cached_property
-    def _whole(self) -> Sequence[Kind]:
-        counted = self.placements.counted
-        return [p for p, _ in counted if p.coding and not p.coding.part]
-
-    @cached_property
     def row_nbytes(self) -> int:
         """Most bytes, as read or placed, of a row, column or quantized block that no chunk cuts."""
-        turned = (p for p, _ in self.placements.counted if p.src.is_packed and p.turned)
+        kinds = [p for p, _ in self.placements.counted]
+        turned = (p for p in kinds if p.src.is_packed and p.turned)
         rows = [
-            *(p.row_numel * _widest(p) for p in self._changed),
-            *(p.src.nbytes(p.unit_numel) for p in self._whole),
+            *(p.row_numel * _widest(p) for p in kinds if p.changes),
+            *(p.src.nbytes(p.unit_numel) for p in kinds if p.coding and not p.coding.part),
             *(p.dst.nbytes(p.column_numel * p.least_columns) for p in turned),
         ]
         return max(rows, default=0)
@@ -318,14 +306,19 @@ class DeviceShare:
     @cached_property
     def changed_nbytes(self) -> int:
         """Most bytes of a thread's arrays while ``transform=`` or adapters change rows."""
-        sizes = (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in self._changed)
+        changed = (p for p, _ in self.placements.counted if p.changes)
+        sizes = (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in changed)
         return max(sizes, default=0)
 
     @cached_property
     def gathers(self) -> bool:
         """Whether pieces of rows are joined in a buffer, which takes memory, to (de)quantize."""
-        whole = any(p.turned or p.strided for p in self._whole)
-        return whole or any(p.strided for p in self._packed)
+        return any(
+            p.turned or p.strided
+            if p.coding and not p.coding.part
+            else p.strided and p.scales_nbytes
+            for p, _ in self.placements.counted
+        )
 
     @cached_property
     def _statistics(self) -> Sequence[tuple[Kind, int, int]]:
@@ -361,7 +354,7 @@ class DeviceShare:
         most = max((n for _, n, _ in self._statistics), default=0)
         share = max((n / max(p.src_nbytes, 1) for p, n, _ in self._statistics), default=0)
         total = sum(n * count for _, n, count in self._statistics)
-        scales = (p.scales_nbytes for p in self._packed if p.cast == "device")
+        scales = (p.scales_nbytes for p, _ in self.placements.counted if p.cast == "device")
         sent = max(scales, default=0)
         ahead = nbytes * units_ahead(staged=not self.spec.info.host_visible)
         under_way = 2 * most + int(ahead * share)  # at either end

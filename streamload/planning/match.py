@@ -604,7 +604,14 @@ def match(
         if form is not None and name in blocks:
             beside_it = [part.name(name) for part in form.made.parts[1:]]
             used.update(beside_it)
-            out.wants += [_as_stored(checkpoint, each, fill[each], where) for each in beside_it]
+            for each in beside_it:  # scales stay as they are stored, in a module that is to come
+                rows, turn, dims = (
+                    fill[each].rows,
+                    fill[each].transpose,
+                    shape_of(checkpoint, fill[each]),
+                )
+                dtype = checkpoint.tensors[rows[0].tensor].dtype
+                out.wants.append(TensorRequest(each, dims, rows, turn, where, None, dtype))
     for end, said in _REPLACED.items():
         replaced = [name for name, p in out.parameters.items() if p.dtype.endswith(end)]
         if replaced:
@@ -621,14 +628,6 @@ def match(
         if name not in used and not is_computed(name, shape_of(checkpoint, fill[name]))
     ]
     return out
-
-
-def _as_stored(
-    checkpoint: Checkpoint, name: str, source: Source, device: str | None
-) -> TensorRequest:
-    """Return a request for scales that stay as they are stored, in a module that is to come."""
-    dtype, shape = checkpoint.tensors[source.rows[0].tensor].dtype, shape_of(checkpoint, source)
-    return TensorRequest(name, shape, source.rows, source.transpose, device, None, dtype)
 
 
 def _without_scales(

@@ -429,16 +429,13 @@ class TensorRequest(NamedTuple):
         """Number of rows of the source."""
         return sum(r.stop - r.start for r in self.source)
 
-    @property
-    def strided(self) -> bool:
-        """Whether only some columns of the source's rows are read."""
-        return self.source[0].columns is not None
-
 
 class TensorRequests(Rows[TensorRequest]):
-    """Parameters to load, and the first tensor in the source of each."""
+    """Parameters to load, the first tensor in the source of each, and that tensor's dtype."""
 
     infos: Sequence[TensorInfo]
+    srcs: Sequence[DType]
+    _dsts: dict[tuple[DTypePolicy, bool], Sequence[DType]]
 
     @classmethod
     def of(
@@ -456,7 +453,7 @@ class TensorRequests(Rows[TensorRequest]):
             each = zip(rows, kept, strict=True)
             rows = [row._replace(dtype=dtype) if dtype else row for row, dtype in each]
         made = cls(rows)
-        made.infos = infos
+        made.infos, made.srcs, made._dsts = infos, [info.dtype for info in infos], {}
         return made
 
     @classmethod
@@ -469,18 +466,9 @@ class TensorRequests(Rows[TensorRequest]):
         return cls.of(checkpoint, rows, infos)
 
     @cached_property
-    def srcs(self) -> Sequence[DType]:
-        """The stored dtype of each."""
-        return [info.dtype for info in self.infos]
-
-    @cached_property
     def any_packed(self) -> bool:
         """Whether some are dequantized during the load."""
         return any(src.is_packed for src in {id(src): src for src in self.srcs}.values())
-
-    @cached_property
-    def _dsts(self) -> dict[tuple[DTypePolicy, bool], Sequence[DType]]:
-        return {}
 
     def dsts(self, policy: DTypePolicy, native_bf16: bool) -> Sequence[DType]:
         """Return each parameter's dtype on a device; ``native_bf16``: it computes in bfloat16."""

@@ -307,6 +307,14 @@ class Plan:
         }
         columns = {title: column for title, column in columns.items() if column}
         rows = list(zip(*columns.values(), strict=True))
+        room = []
+        if (cache := self.cache) is not None:
+            many = f"{cache.batch} sequences of " if cache.batch > 1 else ""
+            nbytes = format_bytes(sum(d.cache_nbytes for d in self.devices))
+            room = [
+                f"room to run: {nbytes} of KV cache in {cache.dtype}, for {many}{cache.context} "
+                "tokens"
+            ]
         return printed(
             [
                 *format_table(list(columns), rows, right=5 + read + cached + reserved),
@@ -320,7 +328,7 @@ class Plan:
                 f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
                 f"{format_bytes(self.chunk_nbytes)}, host staging "
                 f"{format_bytes(self.host_nbytes)}",
-                *([self._cache_line(self.cache)] if self.cache else []),
+                *room,
                 *(f"read by {line}" for line in self.reading),
                 *(f"note: {note}" for note in self.notes),
             ]
@@ -343,14 +351,6 @@ class Plan:
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the table and the bars."""
         return as_html(str(self), PARTS, self.bars)
-
-    def _cache_line(self, cache: CacheRequest) -> str:
-        nbytes = sum(d.cache_nbytes for d in self.devices)
-        many = f"{cache.batch} sequences of " if cache.batch > 1 else ""
-        return (
-            f"room to run: {format_bytes(nbytes)} of KV cache in {cache.dtype}, for {many}"
-            f"{cache.context} tokens"
-        )
 
     def to_json(self) -> str:
         """Write the plan as JSON; `Plan.from_json` reads it back equal."""
@@ -399,8 +399,12 @@ def _move(found: dict[str, Any]) -> Move:
         "src": _dtype(found["src"]),
         "dst": BY_NAME[found["dst"]],
         "transpose": RowTranspose(*found["transpose"]) if found["transpose"] else None,
-        "coding": _coding(found["coding"]) if found.get("coding") else None,
     }
+    if coding := found.get("coding"):
+        parts = None if coding["device_parts"] is None else tuple(coding["device_parts"])
+        facts["coding"] = Coding(
+            **coding | {"shape": tuple(coding["shape"]), "device_parts": parts}
+        )
     rows = ((n, i, j, Columns(*c) if c else None) for n, i, j, c in facts.pop("source"))
     source = tuple(RowRange(*each) for each in rows)
     sizes = facts.pop("resident_nbytes"), facts.pop("reusable_nbytes", 0)
@@ -425,9 +429,3 @@ def _dtype(name: str) -> DType:
     for row in LIBRARIES.values():
         row.load()
     return named(name)
-
-
-def _coding(found: dict[str, Any]) -> Coding:
-    there = found["device_parts"]
-    parts = None if there is None else tuple(there)
-    return Coding(**found | {"shape": tuple(found["shape"]), "device_parts": parts})

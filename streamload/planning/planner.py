@@ -69,8 +69,14 @@ def token_nbytes(checkpoint: Checkpoint, placements: Moves) -> Mapping[str, int]
         return {}
     values, _ = language_part(checkpoint.config)
     chosen, count = (integer(values, key) for key in ("num_experts_per_tok", "num_experts"))
-    once = _run_once(checkpoint.config)
-    shared = _shared_with_head(checkpoint)
+    once = _ENCODER if checkpoint.config.get("is_encoder_decoder") is True else None
+    if any(key in checkpoint.config for key in _OF_TOWERS):
+        once = _TOWERS
+    tied: Sequence[tuple[str, str]] = ()  # the head has no tensor of its own
+    has_own = any(name.endswith(".lm_head.weight") for name in checkpoint.tensors)
+    if not has_own and values.get("tie_word_embeddings") is not False:
+        tied = tied_names(checkpoint, _GENERATING)
+    shared = tied[0][1] if tied else ""
     devices = [kind.device for kind, _ in placements.counted]
     out, experts = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     tables: list[tuple[str, int, int]] = []  # of the shared weight: device, bytes, bytes of a row
@@ -127,23 +133,6 @@ def _rows(checkpoint: Checkpoint, kind: Kind, tensor: str) -> int:
     if kind.stored:
         shape = checkpoint.stored[tensor].shape or ()
     return shape[0] if len(shape) == 2 else 0
-
-
-def _run_once(config: Mapping[str, object]) -> re.Pattern[str] | None:
-    """Return a pattern of names of tensors that only a prompt reads; None if there are none."""
-    if any(key in config for key in _OF_TOWERS):
-        return _TOWERS
-    return _ENCODER if config.get("is_encoder_decoder") is True else None
-
-
-def _shared_with_head(checkpoint: Checkpoint) -> str:
-    """Return the name of the embedding that the head shares; "" if it has a tensor of its own."""
-    values, _ = language_part(checkpoint.config)
-    has_own = any(name.endswith(".lm_head.weight") for name in checkpoint.tensors)
-    if has_own or values.get("tie_word_embeddings") is False:
-        return ""
-    tied = tied_names(checkpoint, _GENERATING)
-    return tied[0][1] if tied else ""
 
 
 CastChoice = Literal["llvm", "numpy", "device"]
@@ -241,7 +230,9 @@ def _place(
     firsts = [source[0] for source in sources]
     starts, stops, columns = (map(attrgetter(f), firsts) for f in ("start", "stop", "columns"))
     whole = max(map(len, sources), default=1) == 1 and not (any(starts) or any(columns))
-    reads: Iterable[object] = stops if whole else ((w.rows, w.strided) for w in wants)
+    reads: Iterable[object] = (
+        stops if whole else ((w.rows, w.source[0].columns is None) for w in wants)
+    )
     # those with one key share a kind; dtypes by id: their own hash takes ten times as long
     own = map(attrgetter("shape", "transpose", "held", "coding"), wants)
     keys = list(zip(map(id, wants.srcs), map(id, dsts), where, own, reads, facts, strict=False))
@@ -402,7 +393,7 @@ def _kind(
         facts.scales_nbytes,
         facts.there_nbytes if cast == "device" else 0,
         facts.stored,
-        want.strided,
+        want.source[0].columns is not None,
     )
     return kind, resident, reusable
 

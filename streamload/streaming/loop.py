@@ -313,13 +313,6 @@ class Crew:
             self._done.put([((), [], error)])
         self._close(worker)
 
-    def _wait_for_work(self) -> _Batch | None:
-        """Return the next batch, or None to end; raise if files change while the thread waits."""
-        while True:
-            with suppress(queue.Empty):
-                return self._work.get(timeout=_LOOK_S)
-            self.job.shards.check()
-
     def _work_off(self, worker: Worker) -> None:
         finished: list[Outcome] = []
         while True:
@@ -331,7 +324,11 @@ class Crew:
                 if finished:
                     self._done.put(finished)
                     finished = []
-                item = self._wait_for_work()
+                while True:
+                    with suppress(queue.Empty):
+                        item = self._work.get(timeout=_LOOK_S)
+                        break
+                    self.job.shards.check()  # files may change while the thread waits
             if item is None or self._stopped.is_set():
                 break
             reader, batch = item

@@ -383,16 +383,11 @@ class Job:
         # batches of small tensors are copied as they are
         units = [unit for unit in batch if not isinstance(unit, SmallTensorBatch)]
         for index in dict.fromkeys(chunk.placement for unit in units for chunk in unit):
-            p = self.plan.placements[index].kind
-            if p.there_nbytes and not self._hold(index, p):
+            _, source, p, *_ = self.plan.placements[index]
+            weight = partial(self._weight, self._checkpoint.tensors[source[0].tensor])
+            if p.there_nbytes and not self.casts[p.device].hold(index, p, weight):
                 return False
         return True
-
-    def _hold(self, index: int, p: Kind) -> bool:
-        """Reserve device memory for a placement's scales or statistics; False if it is full."""
-        source = self.plan.placements[index].source[0]
-        info = self._checkpoint.tensors[source.tensor]
-        return self.casts[p.device].hold(index, p, partial(self._weight, info))
 
     def _weight(self, info: TensorInfo) -> Weight:
         """Read a quantized weight's scales, through the open file if the values are in it, too."""
