@@ -25,13 +25,7 @@ from streamload.core.memory import Budget
 from streamload.core.tensors import RowRange
 from streamload.files.header import Limits
 from streamload.loading.iterate import iterate
-from streamload.loading.load import (
-    Infeasible,
-    load_state_dict,
-    plan,
-    register_suggester,
-    split,
-)
+from streamload.loading.load import Infeasible, load_state_dict, plan, register_suggester, split
 from streamload.loading.report import LoadReport
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan

@@ -30,12 +30,13 @@ from vllm.model_executor.model_loader import (
     register_model_loader,
 )
 
-from streamload.checkpoint.fetch import revised
-from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.conversion.companions import CONFIG, content_of, files_beside
 from streamload.conversion.disk import writing_to
 from streamload.core.location import Url, is_url, without_secrets
 from streamload.errors import CheckpointError
+from streamload.files.folder import locate
+from streamload.files.hub import revised
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
 from streamload.loading.iterate import iterate
 
@@ -144,7 +145,7 @@ def _localize(args: EngineArgs) -> None:
         return
     if _REPOSITORY.fullmatch(given) and not os.path.exists(given):
         return
-    found, _ = locate(revised(given, args.revision))  # of the hub at a commit
+    found = locate(revised(given, args.revision)).found  # of the hub at a commit
     checkpoint = _opened(found, extra)
     files = {name: content_of(file) for name, file in files_beside(checkpoint)[0].items()}
     if CONFIG in files:

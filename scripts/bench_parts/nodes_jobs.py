@@ -15,7 +15,7 @@ from streamload.bench.processes import process_memory
 from streamload.distributed.gather import BLOCK_NBYTES, UNDER_WAY
 from streamload.distributed.group import ProcessGroup
 from streamload.distributed.launch import open_group
-from streamload.files.local import open_reader
+from streamload.files.folder import open_reader
 from streamload.loading.place import open_devices
 
 

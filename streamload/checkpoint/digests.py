@@ -11,17 +11,16 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
 import xxhash
 
-from streamload.checkpoint.open import read_json_file
 from streamload.core.dtypes import BY_CODE, DType
 from streamload.core.location import Location, Url, is_url, local
 from streamload.errors import HeaderError
+from streamload.files.folder import folder_at
 from streamload.files.header import check_entry, check_object, describe, parse_json_object
 
 #: The sidecar's name, in the folder of the checkpoint.
@@ -143,16 +142,11 @@ class Digests:
     @classmethod
     def read(cls, path: str | os.PathLike[str] | Url) -> Self:
         """Read a sidecar file; ``path`` may be its folder, whose URL ends with ``/``."""
-        found: Location
-        if isinstance(path, Url) or is_url(os.fsdecode(path)):
-            found = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))
-            inside = not found.name
-        else:
-            found, inside = local(path), False
-            with suppress(OSError):  # reading it will raise the error
-                inside = found.is_dir()
-        found = found / SIDECAR if inside else found
-        return cls.from_json(read_json_file(found), found)
+        text = os.fsdecode(path)
+        found = path if isinstance(path, Url) else Url.parse(text) if is_url(text) else local(path)
+        folder = folder_at(found)
+        name = folder.name or SIDECAR
+        return cls.from_json(folder.read(name), folder.file(name))
 
     @classmethod
     def from_json(cls, raw: bytes, path: Location) -> Self:
@@ -195,7 +189,6 @@ class Digests:
 
 
 def _object(name: str, items: Iterable[tuple[str, object]]) -> Iterator[str]:
-    """Yield the JSON of a member ``name`` that is an object of ``items``, one item per line."""
     yield f',\n "{name}": {{'
     before = "\n  "
     for key, value in items:

@@ -5,7 +5,6 @@ Only files that the load reads are downloaded, by huggingface_hub.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,31 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
-from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, opened
-from streamload.core.location import Location, Url, is_url, local
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
+from streamload.core.location import Location, Url
 from streamload.core.progress import Progress, reporting
 from streamload.errors import CheckpointError
-from streamload.files import hub, remote
+from streamload.files.folder import is_of_hub, place_of
 from streamload.files.header import FileState, Header
-from streamload.files.hub import Fetch
+from streamload.files.reader import Fetch
 
 _DOCUMENT = re.compile(r"config\.json|generation_config\.json|[\w-]+\.py|adapter_[^/]+")
-
-
-def repository_of(path: str | os.PathLike[str]) -> hub.Repository | None:
-    """Return the repository that a path names, maybe by its URL; None for any other path."""
-    name = os.fsdecode(path)
-    if isinstance(path, Url):
-        return None
-    if not hub.is_named(name) and (is_url(name) or os.path.lexists(expanded(local(name)))):
-        return None
-    return hub.Repository.parse(name)
-
-
-def revised(path: str | os.PathLike[str], revision: str | None) -> str | os.PathLike[str]:
-    """Return a repository's name with a revision, if it has none; any other path unchanged."""
-    found = None if revision is None else repository_of(path)
-    return path if found is None or found.revision else str(found._replace(revision=revision))
 
 
 def choose_fetch(checkpoint: Checkpoint, fetch: Fetch, *, needed: bool) -> Fetch:
@@ -47,29 +30,32 @@ def choose_fetch(checkpoint: Checkpoint, fetch: Fetch, *, needed: bool) -> Fetch
 
     With ``needed``, weights stay in the files: they have to be on this machine.
     """
-    paths = [header.path for header in checkpoint.shards]
-    if fetch == "cache" and any(isinstance(p, Url) and hub.file_of(p) is None for p in paths):
+    files, paths = _of_hub(checkpoint), [header.path for header in checkpoint.shards]
+    if fetch == "cache" and any(isinstance(p, Url) and p not in files for p in paths):
         problem = "is not of the Hugging Face Hub, and has no cache: write fetch='stream'"
         raise CheckpointError(checkpoint.path, problem)
-    files = _of_hub(checkpoint)
-    where = next(iter(files)).parent if files else checkpoint.path
-    if needed and files and fetch == "stream":
+    if not files:
+        return "stream"
+    from streamload.files import hub
+
+    where = next(iter(files)).parent
+    if needed and fetch == "stream":
         problem = "weights that stay in files need them on this machine: write fetch='cache'"
         raise CheckpointError(where, problem)
     return hub.choose("cache" if needed else fetch, files, where)
 
 
 def _of_hub(checkpoint: Checkpoint) -> dict[Url, int]:
-    """Return lengths in bytes of the hub's files that the cache lacked on opening."""
     return {
         header.path: header.file_nbytes
         for header in checkpoint.shards
-        if isinstance(header.path, Url) and hub.file_of(header.path) is not None
+        if isinstance(header.path, Url) and is_of_hub(header.path)
     }
 
 
 def _with_documents(files: Collection[Url]) -> list[Url]:
-    """Return ``files`` after config.json and the index, which opening the cache needs."""
+    from streamload.files import hub
+
     folder = next(iter(files)).parent
     names = [
         name
@@ -77,7 +63,7 @@ def _with_documents(files: Collection[Url]) -> list[Url]:
         if name == "config.json" or (name.endswith(".json") and ".index." in name)
     ]
     documents = (folder / name for name in names if "/" not in name)
-    return [*(url for url in documents if not isinstance(hub.cached(url), Path)), *files]
+    return [*(url for url in documents if isinstance(hub.cached(url), Url)), *files]
 
 
 @contextmanager
@@ -90,6 +76,8 @@ def coming(
     if not files:
         yield
         return
+    from streamload.files import hub
+
     with hub.downloading(_with_documents(files), progress, cancel):
         yield
     hub.keep_ref(next(iter(files)))
@@ -122,6 +110,8 @@ def on_disk(path: CheckpointLike, fetch: Fetch, progress: Progress) -> Checkpoin
 
 def download(files: Sequence[Url], nbytes: int, progress: Progress) -> list[Path]:
     """Download files of the hub, of so many bytes, to its local cache; return their paths."""
+    from streamload.files import hub
+
     ended = threading.Event()
     with (
         reporting(progress, nbytes, "downloaded") as tell,
@@ -140,11 +130,14 @@ def documents(found: Location, fetch: Fetch) -> Iterator[Location]:
     Those of the hub are in its local cache, or under ``fetch="stream"`` in a temporary folder. A
     path of another kind is yielded unchanged.
     """
-    folder = found.parent
-    listed = hub.listing(folder) if isinstance(found, Url) else None
-    if not isinstance(folder, Url) or listed is None:
+    if not is_of_hub(found):
         yield found
         return
+    from streamload.files import hub, remote
+
+    folder = found.parent
+    assert isinstance(folder, Url), found
+    listed = hub.listing(folder) or {}
     names = [name for name in listed if _DOCUMENT.fullmatch(name)]
     urls = [folder / name for name in names]
     if fetch != "stream" and hub.choose(fetch, {u: listed[u.name] for u in urls}, found) == "cache":
@@ -159,8 +152,7 @@ def documents(found: Location, fetch: Fetch) -> Iterator[Location]:
 
 
 def _local(header: Header) -> Header:
-    """Return the header of a downloaded file; CheckpointError if it has another length."""
-    path = hub.cached(header.path)
+    path = place_of(header.path)
     if not isinstance(path, Path) or path is header.path:  # of another server, or there before
         return header
     found = path.stat().st_size

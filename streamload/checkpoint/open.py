@@ -18,10 +18,10 @@ import numpy as np
 from streamload.codecs import stored
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
-from streamload.core.location import Location, Url, is_url, local
+from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
-from streamload.files import hub, remote
+from streamload.files.folder import Folder, locate
 from streamload.files.header import (
     Header,
     Limits,
@@ -29,17 +29,12 @@ from streamload.files.header import (
     Stored,
     Turn,
     check_memory,
-    check_nbytes,
     check_strings,
     describe,
-    is_there,
     limited,
-    most_nbytes,
     parse_json_object,
     some,
-    unreadable,
 )
-from streamload.files.hub import HubFile, cached, file_of, url_of
 from streamload.formats.chunks import joined_shards
 from streamload.formats.reader import (
     DEFAULT,
@@ -47,7 +42,6 @@ from streamload.formats.reader import (
     UNREAD_SUFFIXES,
     Format,
     known_suffixes,
-    open_file,
     read_header,
 )
 
@@ -227,43 +221,46 @@ def open_checkpoint(
         ValueError: ``key`` or ``like`` is given, and files of this format cannot use it.
     """
     with limited(limits):
-        checkpoint = _open(path, variant, key)
+        folder = locate(path)
+        try:
+            with folder.opening():
+                checkpoint = _opened(folder, variant, key)
+        except ShardNotFoundError as error:
+            raise folder.explained(error) from error.__cause__
+        found = folder.settled([header.path for header in checkpoint.shards])
+    checkpoint = replace(checkpoint, path=found) if found != folder.found else checkpoint
     if like is None:
         return checkpoint
     shaped = shaped_like(checkpoint.path, checkpoint.shards, opened(like).tensors)
     return from_headers(checkpoint.path, shaped, checkpoint.config)
 
 
-def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) -> Checkpoint:
-    """Open a checkpoint as `open_checkpoint` does, without ``like`` and ``limits``."""
-    found, folder = locate(path)
-    try:
-        with remote.connections():
-            checkpoint = _opened(found, folder, variant, key)
-    except ShardNotFoundError as error:
-        raise hub.explained(error, found) from error.__cause__
-    path = hub.path_of(found, folder, [header.path for header in checkpoint.shards])
-    return replace(checkpoint, path=path) if path != found else checkpoint
-
-
-def _opened(found: Location, folder: Location, variant: str | None, key: str | None) -> Checkpoint:
-    """Open the checkpoint that `locate` has found."""
-    if found == folder:
-        if (names := names_in(found)) is not None:
-            return _open_folder(found, names, variant, key)
-        assert isinstance(found, Url), "local folders are listed"
-        return _open_remote_folder(found, variant, key)
-    if variant is not None and not is_of_variant(found.name, variant):
+def _opened(folder: Folder, variant: str | None, key: str | None) -> Checkpoint:
+    found, name = folder.found, folder.name
+    if not name:
+        if (names := folder.names()) is not None:
+            return _open_folder(folder, names, variant, key)
+        return _open_unlisted(folder, variant, key)
+    if variant is not None and not is_of_variant(name, variant):
         raise ShardNotFoundError(
-            found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
+            found, f"is not of variant {variant!r}", "a folder, or a file of that", name
         )
-    if found.name.endswith(".json"):
+    if name.endswith(".json"):
         config = _read_config(folder)
-        format = _format_of_index(found.name).keyed(key)
-        weight_map = _read_weight_map(found, format)
-        return from_headers(found, _indexed(found, weight_map, format), config)
-    headers = _with_siblings(read_header(cached(found), key=key), folder)
-    _check_whole(headers[0], folder)
+        format = _format_of_index(name).keyed(key)
+        weight_map = _read_weight_map(folder, name, format)
+        return from_headers(found, _indexed(folder, name, weight_map, format), config)
+    header = read_header(folder.place(name), key=key)
+    headers, format = [header], FORMATS[header.format]
+    if format is not DEFAULT:  # one of a set, such as those of a split GGUF
+        files = [each for each in format.reader().siblings(header) if each != header.path.name]
+        headers += _headers(header.path, folder, files, format)
+    mine, others = {info.name for info in header.tensors}, list[Header]()
+    for each in _next_rank(header.path.name):
+        with suppress(CheckpointError):  # none, or not readable: this file is opened alone
+            others.append(read_header(folder.place(each)))
+    if any(info.name in mine for other in others for info in other.tensors):
+        raise _of_rank(header)
     if not (config := dict(_own_config(headers))):
         # config.json may belong to another file of the folder
         with suppress(CheckpointError):
@@ -271,93 +268,40 @@ def _opened(found: Location, folder: Location, variant: str | None, key: str | N
     return from_headers(found, headers, config)
 
 
-def locate(
-    path: str | os.PathLike[str], pinned: HubFile | None = None
-) -> tuple[Location, Location]:
-    """Return a checkpoint's path and the folder of its files; raise ShardNotFoundError for none."""
-    found: Location
-    name = os.fsdecode(path.href if isinstance(path, Url) else path)
-    if hub.is_named(name) and not (isinstance(path, Url) and file_of(path)):
-        found = url_of(pinned) if pinned else hub.locate(name)
-    elif is_url(name):
-        found = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
-    else:
-        found = expanded(local(name))
-        if not name or not _exists(found):  # `local` makes the current folder of ""
-            found = url_of(pinned) if pinned else hub.locate(name)
-    return found, folder_of(found)
-
-
-def folder_of(path: Location) -> Location:
-    """Return the folder of a checkpoint's path, which may be one of its files."""
-    return path if isinstance(path, Path) and path.is_dir() else path.parent
-
-
-def expanded(path: Path) -> Path:
-    """Return a path with ``~`` replaced by the home folder, unless the path itself exists."""
-    if len(path.parts) < 2 or not path.parts[0].startswith("~") or os.path.lexists(path):
-        return path
-    return Path(os.path.expanduser(path))
-
-
 def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
-    """Return the model's settings in the files themselves, which replace ``config.json``."""
     return next((header.config for header in headers if header.config), {})
 
 
-def _with_siblings(header: Header, folder: Location) -> list[Header]:
-    """Return ``header`` and the headers of its set's other files, such as those of a split GGUF."""
-    if header.format == DEFAULT.name:
-        return [header]
-    format = FORMATS[header.format]
-    others = [name for name in format.reader().siblings(header) if name != header.path.name]
-    return [header, *_headers(header.path, folder, others, format)]
-
-
-def _check_whole(header: Header, folder: Location) -> None:
-    """Raise HeaderError if the file of another rank has slices of the same tensors."""
-    names = {info.name for info in header.tensors}
-    for name in _next_rank(header.path.name):
-        others: Sequence[TensorInfo] = ()
-        with suppress(CheckpointError):  # none, or not readable: this file is opened alone
-            others = read_header(cached(folder / name)).tensors
-        if any(info.name in names for info in others):
-            raise _of_rank(header)
-
-
-def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Checkpoint:
-    """Open a server's folder by the usual file names of each format, safetensors first."""
+def _open_unlisted(folder: Folder, variant: str | None, key: str | None) -> Checkpoint:
     try:
-        headers = _remote_headers(folder, DEFAULT, variant)
+        headers = _usual_headers(folder, DEFAULT, variant)
         DEFAULT.keyed(key)
     except ShardNotFoundError as error:
         for format in FORMATS.values():
             if format is not DEFAULT and format.single:
                 with suppress(ShardNotFoundError):
-                    headers = _remote_headers(folder, format.keyed(key), variant)
+                    headers = _usual_headers(folder, format.keyed(key), variant)
                     break
         else:
             raise error
-    return from_headers(folder, headers, _read_config(folder) or _own_config(headers))
+    return from_headers(folder.path, headers, _read_config(folder) or _own_config(headers))
 
 
-def _remote_headers(folder: Url, format: Format, variant: str | None) -> list[Header]:
-    """Return the headers of files with usual names on a server, or raise ShardNotFoundError."""
-    index, single = (folder / varied(name, variant) for name in (format.index, format.single))
+def _usual_headers(folder: Folder, format: Format, variant: str | None) -> list[Header]:
+    index, single = (varied(name, variant) for name in (format.index, format.single))
     try:
-        weight_map = _read_weight_map(index, format)
+        weight_map = _read_weight_map(folder, index, format)
     except ShardNotFoundError:
         try:
-            return [read_header(single, format=format)]
+            return [read_header(folder.place(single), format=format)]
         except ShardNotFoundError as error:
-            needed = f"{index.name} or {single.name}"
-            needed += f"; {error.expected}" if error.expected else ""
+            needed = f"{index} or {single}" + (f"; {error.expected}" if error.expected else "")
             problem = f"holds no {format.name} file"
-            raise ShardNotFoundError(folder, problem, needed, error.found) from error
+            raise ShardNotFoundError(folder.path, problem, needed, error.found) from error
     # a single file that the index does not name takes precedence, as for local folders
-    if single.name in weight_map.values() or not remote.exists(single):
-        return _indexed(index, weight_map, format)
-    return [read_header(single, format=format)]
+    if single in weight_map.values() or not folder.exists(single):
+        return _indexed(folder, index, weight_map, format)
+    return [read_header(folder.place(single), format=format)]
 
 
 def from_headers(
@@ -392,36 +336,26 @@ def from_headers(
     )
 
 
-def _exists(path: Path) -> bool:
-    """Return whether a path exists; raise CheckpointError if that cannot be found out."""
-    try:
-        return is_there(path)
-    except OSError as error:  # a folder that may not be searched, a name too long
-        raise unreadable(path, error) from error
-
-
 def _open_folder(
-    folder: Location, names: Sequence[str], variant: str | None, key: str | None
+    folder: Folder, names: Sequence[str], variant: str | None, key: str | None
 ) -> Checkpoint:
-    """Open a folder with these names by its index, its single file, or all its weight files."""
     config = _read_config(folder)
     format = _format_of_folder(names, variant).keyed(key)
     single, index = (varied(name, variant) for name in (format.single, format.index))
     if index and index in names:
-        weight_map = _read_weight_map(folder / index, format)
+        weight_map = _read_weight_map(folder, index, format)
         # saving a single file over a set of shards leaves a stale index: take the file, as
         # transformers does
         if single not in names or single in weight_map.values():
-            headers = _indexed(folder / index, weight_map, format)
-            return from_headers(folder, headers, config or _own_config(headers))
+            headers = _indexed(folder, index, weight_map, format)
+            return from_headers(folder.path, headers, config or _own_config(headers))
     shards = [single] if single in names else _unindexed(folder, names, variant, format)
-    headers = [read_header(cached(folder / name), format=format) for name in shards]
-    found = _of_one_variant(folder, joined_shards(headers), variant)
-    return from_headers(folder, found, config or _own_config(found))
+    headers = [read_header(folder.place(name), format=format) for name in shards]
+    found = _of_one_variant(folder.path, joined_shards(headers), variant)
+    return from_headers(folder.path, found, config or _own_config(found))
 
 
 def _format_of_folder(names: Sequence[str], variant: str | None) -> Format:
-    """Return the format of a folder's files: safetensors if the folder has any, else another."""
     if varied(DEFAULT.index, variant) in names:
         return DEFAULT
     for format in FORMATS.values():
@@ -432,13 +366,11 @@ def _format_of_folder(names: Sequence[str], variant: str | None) -> Format:
 
 
 def _is_weights(name: str, format: Format) -> bool:
-    """Return whether a file is not hidden and has a suffix of the format."""
     ending = name if format is DEFAULT else name.lower()
     return ending.endswith(format.suffixes) and not name.startswith(".")
 
 
 def _format_of_index(name: str) -> Format:
-    """Return the format of the files of an index, by the name of the index."""
     stem = name.removesuffix(_INDEX_END)
     if stem == name or stem.endswith(DEFAULT.suffixes):
         return DEFAULT
@@ -446,33 +378,32 @@ def _format_of_index(name: str) -> Format:
 
 
 def _unindexed(
-    folder: Location, names: Sequence[str], variant: str | None, format: Format
+    folder: Folder, names: Sequence[str], variant: str | None, format: Format
 ) -> list[str]:
-    """Return a folder's weight files without an index; raise ShardNotFoundError if incomplete."""
     shards = list(format.reader().weights([name for name in names if _is_weights(name, format)]))
     shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
-    hub.check_single(folder, shards)
+    folder.check_single(shards)
     if variant is not None:
         known = shards
         shards = [name for name in shards if is_of_variant(name, variant)]
         if known and not shards:
             expected = varied(f"*{_SUFFIX}", variant)
             raise ShardNotFoundError(
-                folder, f"holds no file of variant {variant!r}", expected, some(known)
+                folder.path, f"holds no file of variant {variant!r}", expected, some(known)
             )
     if not shards and _PIPELINE in names:
         raise ShardNotFoundError(
-            folder,
+            folder.path,
             "is a pipeline of diffusers, with a folder for each of its models",
             "one of these, or streamload.diffusers.from_pretrained for all of them",
-            some(folders_in(folder, names)),
+            some(folder.folders(names)),
         )
     if not shards:
         others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))
         known, below = known_suffixes(), _folders_of_weights(folder, names)
         one = f", but its folders do; write {below[0]!r}" if below else ""
         raise ShardNotFoundError(
-            folder,
+            folder.path,
             f"holds no file of weights{one}",
             f"{', '.join(known[:-1])} or {known[-1]}",
             some(others) if others else "an empty folder",
@@ -488,35 +419,21 @@ def _unindexed(
         if count:
             gaps = islice((n for n in wanted if n not in numbers), _LISTED)
             missing = [f"{stem}-{n:0{len(width)}}-of-{width}{rest}" for n in gaps]
-            raise _missing(folder, missing, count, int(width))
+            raise _missing(folder.path, missing, count, int(width))
     return shards
 
 
 def _missing(path: Location, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
-    """Return the error for ``count`` missing files of ``total``; ``names`` are the first ones."""
     return ShardNotFoundError(
         path, "shards are missing", some(names, count), f"{total - count} of {total} files"
     )
 
 
-def read_json_file(path: Location) -> bytes:
-    """Return the bytes of a JSON file; raise HeaderError if it is longer than a header may be."""
-    path = cached(hub.origin(path))
-    if isinstance(path, Url):
-        raw = remote.read_file(path, most_nbytes(path))
-        check_nbytes(path, "the file is too long", len(raw))
-        return raw
-    with open_file(path) as file:
-        check_nbytes(path, "the file is too long", file.nbytes)
-        check_memory(path, file.nbytes)
-        return file.read(0, file.nbytes)
-
-
-def _read_config(folder: Location) -> dict[str, Any]:
+def _read_config(folder: Folder) -> dict[str, Any]:
     """Return the content of ``config.json``, {} if there is none; Infinity and NaN are allowed."""
-    path = folder / "config.json"
+    path = folder.file(name := "config.json")
     try:
-        raw = read_json_file(path)
+        raw = folder.read(name)
     except ShardNotFoundError:
         return {}
     check_memory(path, len(raw), raw)
@@ -529,9 +446,9 @@ def _read_config(folder: Location) -> dict[str, Any]:
     return config
 
 
-def _read_weight_map(index: Location, format: Format) -> dict[str, str]:
-    """Return an index's files by tensor; raise HeaderError for a file outside of its folder."""
-    document = parse_json_object(read_json_file(index), index)
+def _read_weight_map(folder: Folder, name: str, format: Format) -> dict[str, str]:
+    index = folder.file(name)
+    document = parse_json_object(folder.read(name), index)
     if isinstance(document, RepeatedNames):
         found = f"{describe(document.name)} more than once"
         raise HeaderError(index, "a key is not unique", "each key once", found)
@@ -555,10 +472,11 @@ def _read_weight_map(index: Location, format: Format) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(index: Location, weight_map: Mapping[str, str], format: Format) -> list[Header]:
-    """Return the headers of an index's shards; HeaderError if tensors contradict ``weight_map``."""
-    files = sorted(set(weight_map.values()))
-    headers = _headers(index, index.parent, files, format)
+def _indexed(
+    folder: Folder, name: str, weight_map: Mapping[str, str], format: Format
+) -> list[Header]:
+    files, index = sorted(set(weight_map.values())), folder.file(name)
+    headers = _headers(index, folder, files, format)
     found: set[str] = set()
     for file, header in zip(files, headers, strict=True):
         for info in header.tensors:
@@ -574,15 +492,12 @@ def _indexed(index: Location, weight_map: Mapping[str, str], format: Format) -> 
     return headers
 
 
-def _headers(of: Location, folder: Location, names: Sequence[str], format: Format) -> list[Header]:
-    """Return the headers of files; ShardNotFoundError names ``of`` and all missing files."""
+def _headers(of: Location, folder: Folder, names: Sequence[str], format: Format) -> list[Header]:
     headers: list[Header] = []
-    missing: list[str] = []
-    if isinstance(folder, Path):
-        missing = [name for name in names if not _exists(folder / name)]
+    missing = folder.missing(names)
     for name in () if missing else names:  # on a server, requesting a header shows if it exists
         try:
-            headers.append(read_header(cached(folder / name), format=format))
+            headers.append(read_header(folder.place(name), format=format))
         except ShardNotFoundError:
             missing.append(name)
     if missing:
@@ -590,61 +505,14 @@ def _headers(of: Location, folder: Location, names: Sequence[str], format: Forma
     return headers
 
 
-def list_folder(folder: Url) -> dict[str, int] | None:
-    """Return bytes of a folder's files by path, but hidden ones; None if it is not listed."""
-    listed = _of_bucket(folder) if folder.is_store else hub.listing(folder)
-    if listed is None:
-        return None
-    return {path: n for path, n in listed.items() if _is_shown(path)}
-
-
-def _is_shown(path: str) -> bool:
-    return "\0" not in path and all(p and not p.startswith(".") for p in path.split("/"))
-
-
-def _of_bucket(folder: Url) -> Mapping[str, int] | None:
-    """Return lengths by path of a bucket's folder, which the reader of buckets lists as JSON."""
-    try:
-        document = parse_json(remote.read_file(folder, most_nbytes(folder)))
-        return {entry["rfilename"]: entry["size"] for entry in document["siblings"]}
-    except ShardNotFoundError:
-        return None
-    except CheckpointError:  # a ValueError, too
-        raise
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return None
-
-
-def names_in(folder: Location) -> list[str] | None:
-    """Return names in a folder, in order, of folders on servers with a slash; None if unlisted."""
-    if isinstance(folder, Url):
-        paths = list_folder(folder)
-        return None if paths is None else sorted({"".join(p.partition("/")[:2]) for p in paths})
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise unreadable(folder, error) from error
-
-
-def _folders_of_weights(folder: Location, names: Sequence[str]) -> list[str]:
-    """Return the folders in a folder of this machine that hold weights, as users write them."""
-    if isinstance(folder, Url):
-        return []
+def _folders_of_weights(folder: Folder, names: Sequence[str]) -> list[str]:
     found = []
-    for path in folders_in(folder, names):
+    for path in folder.folders(names) if isinstance(folder.path, Path) else ():
         with suppress(OSError):
             held = os.listdir(path)
             if any(_is_weights(name, format) for format in FORMATS.values() for name in held):
                 found.append(path)
     return found
-
-
-def folders_in(folder: Location, names: Sequence[str]) -> list[str]:
-    """Return how a user writes those of `names_in` that are folders."""
-    if isinstance(folder, Url):
-        where = f"{folder}" if folder.is_store else hub.written(folder)
-        return [f"{where}{name.rstrip('/')}" for name in names if name.endswith("/")]
-    return [str(folder / name) for name in names if Path(folder / name).is_dir()]
 
 
 _NUMBER = re.compile(r"-\d+-of-\d+", re.ASCII)
@@ -673,7 +541,6 @@ def without_variants(names: Iterable[str]) -> list[str]:
 
 
 def _variants_in(names: Iterable[str]) -> list[str]:
-    """Return the possible variants in the names of files, sorted: "fp16" of "a.fp16.bin"."""
     parts = (_NUMBER.sub("", name).split(".") for name in names)
     return sorted({part[-2] for part in parts if len(part) > 2})
 
@@ -709,7 +576,6 @@ def _of_one_variant(
 
 
 def _next_rank(name: str) -> list[str]:
-    """Return the names of the files of the next and the last rank; [] if it is no rank's file."""
     match = _OF_RANK.fullmatch(name)
     if match is None:
         return []
@@ -719,7 +585,6 @@ def _next_rank(name: str) -> list[str]:
 
 
 def _of_rank(header: Header) -> HeaderError:
-    """Return the error for a file that has one rank's slice of each tensor."""
     return HeaderError(
         header.path,
         "is one rank's part of a checkpoint: other files have slices of the same tensors",
@@ -729,7 +594,6 @@ def _of_rank(header: Header) -> HeaderError:
 
 
 def _plain(name: str) -> str | None:
-    """Return a file's name without its variant; None if it has none."""
     stem, dot, ending = name.rpartition(".")
     head, _, _ = stem.rpartition(".")
     return f"{head}{dot}{ending}" if head else None
@@ -766,7 +630,6 @@ def shaped_like(
 
 
 def _shaped(info: TensorInfo, other: TensorInfo | None) -> TensorInfo:
-    """Return a tensor with ``other``'s dtype and shape; raise CheckpointError if lengths differ."""
     if other is None:
         return info
     if info.nbytes != other.nbytes:

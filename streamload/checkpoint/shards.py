@@ -21,10 +21,10 @@ from streamload.core.system import direct_memory, map_privately
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError
+from streamload.files.folder import ReaderKind, ResolvedKind, open_reader, place_of
 from streamload.files.header import FileState, Header, open_regular, unreadable
-from streamload.files.hub import cached as of_hub
-from streamload.files.local import Reader, ReaderKind, ResolvedKind, open_reader, resolve_reader
 from streamload.files.page_cache import PageCache, ShardCache
+from streamload.files.reader import Reader
 
 #: Most bytes that a thread reads or writes at once (docs/measurements.md).
 BLOCK_NBYTES = 2**22
@@ -58,11 +58,6 @@ def map_shard(header: Header) -> mmap.mmap:
             raise
         except (OSError, ValueError) as error:
             raise unreadable(header.path, error) from error
-
-
-def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
-    """Return ``kind`` with "auto" resolved for a shard; a URL is always read from its server."""
-    return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
 
 
 def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:
@@ -170,26 +165,21 @@ class Shards:
                     idle = (s for s in self._open if not (self._blocks[s] or self._is_used(s)))
                     if (oldest := next(idle, None)) is not None:
                         self._close(oldest)
-                reader = self._opened(shard)
+                kind = self._kind(shard)
+                reader = self._opener(self._headers[shard], kind)
+                if not self._ahead:
+                    reader.stop_ahead()
+                if self._stopped:  # `stop` was called before this file was opened
+                    reader.stop()
+                # direct reads and reads from servers leave nothing in the page cache
+                if kind == "cache" or (reader.has_file and (kind != "direct" or reader.fallback)):
+                    self._open_cache(shard)
             self._open[shard] = reader
             return reader
 
-    def _opened(self, shard: Location) -> Reader:
-        """Open a shard as chosen for it; also its `ShardCache` if reads fill the page cache."""
-        kind = self._kind(shard)
-        reader = self._opener(self._headers[shard], kind)
-        if not self._ahead:
-            reader.stop_ahead()
-        if self._stopped:  # `stop` was called before this file was opened
-            reader.stop()
-        # direct reads and reads from servers leave nothing in the page cache
-        if kind == "cache" or (reader.has_file and (kind != "direct" or reader.fallback)):
-            self._open_cache(shard)
-        return reader
-
     def _open_cache(self, shard: Location, *, is_own: bool = False) -> ShardCache | None:
         """Open the `ShardCache` of a file if it is on this machine, with the lock held."""
-        path = of_hub(shard)
+        path = place_of(shard)
         if self._cache is not None and isinstance(path, Path) and shard not in self._caches:
             self._caches[shard] = self._cache.open(path, is_own=is_own)
             self.page_cache = self._cache.reason
@@ -261,7 +251,6 @@ class Shards:
                         raise error.of_tensor(self._at_fault(shard, error)) from error
 
     def _at_fault(self, shard: Location, error: CheckpointError) -> str | None:
-        """Return the first tensor that ends beyond the file's end (``error.found``), or at all."""
         end = error.found if isinstance(error.found, int) else 0
         tensors = self._headers[shard].tensors
         return next((info.name for info in tensors if info.stop > end), None)

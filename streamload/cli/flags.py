@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 
 import typer
 
-from streamload.checkpoint.fetch import revised
 from streamload.checkpoint.open import CheckpointLike, open_checkpoint
 from streamload.cli.output import be_quiet
 from streamload.codecs.cast_table import OutOfRange
 from streamload.conversion.rename import RenamePatterns
 from streamload.core.location import is_url
 from streamload.errors import BudgetError, Fit, PlanInfeasibleError
+from streamload.files.hub import revised
 from streamload.loading.options import OF_PASSES, OPTIONS, TYPES, shows
 from streamload.planning.partition import Node
 from streamload.planning.quant_policy import QuantArgument

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -13,8 +12,8 @@ from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError
+from streamload.files.folder import open_reader
 from streamload.files.header import Header
-from streamload.files.local import ReaderKind, open_reader
 
 
 def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterator[bytes]:
@@ -23,9 +22,8 @@ def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterato
     out: dict[str, bytes] = {}
     for shard in dict.fromkeys(info.shard for info in infos):
         header = headers[shard]
-        kind: ReaderKind = "pread" if isinstance(shard, Path) else "auto"
         with open_reader(
-            shard, header.file_nbytes, kind, header.state, header.views, header.parts
+            shard, header.file_nbytes, "pread", header.state, header.views, header.parts
         ) as reader:
             for info in infos:
                 if info.shard == shard:

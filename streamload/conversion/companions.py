@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.digests import SIDECAR
-from streamload.checkpoint.open import Checkpoint, folder_of, list_folder, read_json_file
+from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.weights import CONFIG_KEYS
 from streamload.conversion.disk import WORK
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import DType, parse_dtype
 from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError, ShardNotFoundError
-from streamload.files import hub, remote
+from streamload.files.folder import Folder, folder_at
 from streamload.files.header import SAFETENSORS, unreadable
-from streamload.files.hub import origin
 from streamload.formats.reader import FORMATS, UNREAD_SUFFIXES
 from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.dequantize import all_dequantized
@@ -76,6 +75,8 @@ class SmallFile:
 def content_of(file: SmallFile) -> bytes:
     """Return the bytes of a small file to copy; raises CheckpointError if unreadable."""
     if isinstance(file.content, Url):
+        from streamload.files import remote
+
         return remote.read_file(file.content, LARGEST_COPIED_NBYTES)
     if isinstance(file.content, Path):
         try:
@@ -99,7 +100,7 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
     found, left = _lying_beside(checkpoint)
     made = _said_inside(checkpoint)
     # files of a folder may hold more than a tensor file of it, and may belong to another one
-    is_folder = checkpoint.path == folder_of(checkpoint.path)
+    is_folder = not folder_at(checkpoint.path).name
     return made | found if is_folder else found | made, left
 
 
@@ -116,23 +117,24 @@ def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
 
 def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
     """Return small files to copy from a checkpoint's folder by name; names of files not copied."""
-    path = checkpoint.path
-    folder = origin(folder_of(path))  # of the hub: its cache may have some of the files
-    owns = path == folder_of(path) or path.name in (SINGLE, INDEX)
+    place = folder_at(checkpoint.path)
+    owns = place.name in ("", SINGLE, INDEX)
+    place = folder_at(place.origin())  # of the hub: its cache may have some of the files
+    folder = place.path
     if isinstance(folder, Url):
-        return _served(folder, owns=owns, has_config=bool(checkpoint.config))
+        return _served(place, owns=owns, has_config=bool(checkpoint.config))
     try:
         names = sorted(os.listdir(folder))
         bounds = _bounds(folder)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable(checkpoint.path, error) from error
     if not owns and CONFIG not in names:
         return {}, []
     found: dict[str, SmallFile] = {}
     left = []
-    if hub.identity(folder) is not None:
+    if place.identity("") is not None:
         left.append("what the Hugging Face cache lacks (the Hub was not asked)")
-    modules = _module_folders(folder) if MODULES in names else frozenset()
+    modules = _module_folders(place) if MODULES in names else frozenset()
     others = _unlisted(checkpoint, names) if owns else []
     left += [f"{name} {NO_PART}" for name in others]
     for name in names:
@@ -181,10 +183,10 @@ def _belongs(name: str, *, owns: bool) -> bool:
     return not ours and not _is_weights(name) and (owns or bool(_OF_A_MODEL.fullmatch(name)))
 
 
-def _module_folders(folder: Location) -> frozenset[str]:
+def _module_folders(folder: Folder) -> frozenset[str]:
     """Return the folders that modules.json of a sentence-transformers model lists."""
     try:
-        listed = parse_json(read_json_file(folder / MODULES))
+        listed = parse_json(folder.read(MODULES))
     except (CheckpointError, ValueError, RecursionError):  # it is no such file
         return frozenset()
     entries = listed if isinstance(listed, list) else []
@@ -264,11 +266,11 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
     return holds_weights or not any(map(_is_weights, lengths))
 
 
-def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list[str], list[str]]:
+def _chosen(place: Folder, listed: Mapping[str, int], *, owns: bool) -> tuple[list[str], list[str]]:
     """Return paths to copy of ``listed`` (path to length), and folders left out."""
     names = [path for path in listed if "/" not in path and _belongs(path, owns=owns)]
     left: list[str] = []
-    modules = _module_folders(folder) if MODULES in names else frozenset()
+    modules = _module_folders(place) if MODULES in names else frozenset()
     inner = sorted({path.partition("/")[0] for path in listed if "/" in path})
     for name in inner if owns else ():
         lengths = {path: n for path, n in listed.items() if path.startswith(f"{name}/")}
@@ -279,28 +281,31 @@ def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list
     return names, left
 
 
-def _served(folder: Url, *, owns: bool, has_config: bool) -> tuple[dict[str, SmallFile], list[str]]:
+def _served(
+    folder: Folder, *, owns: bool, has_config: bool
+) -> tuple[dict[str, SmallFile], list[str]]:
     """Return small files to copy from a server's folder by name; names of files not copied.
 
     ``owns``: all files of the folder are the model's; else only usual names are copied. Some
     servers answer with a page and status 200 for a missing file: that page is left out.
     """
+    from streamload.files import remote
+
+    assert isinstance(folder, remote.WebFolder), folder.path
     found: dict[str, SmallFile] = {}
-    with remote.connections():
-        listed = list_folder(folder)
+    with folder.opening():
+        listed = folder.lengths()
         if not (has_config if listed is None else owns or CONFIG in listed):
             return {}, []
         names, left = ([*_USUAL], []) if listed is None else _chosen(folder, listed, owns=owns)
         for name in names:
-            url = folder
-            for part in name.split("/"):
-                url = url / part
-            if isinstance(there := hub.cached(url), Path):
+            there = folder.place(name)
+            if isinstance(there, Path):
                 there = _real(_bounds(there.parent), there)
                 found[name] = SmallFile(name, there, there.stat().st_size)
                 continue
             try:
-                seen = remote.look(url, _HELD_NBYTES)
+                seen = remote.look(there, _HELD_NBYTES)
             except ShardNotFoundError:
                 continue
             nbytes = seen.nbytes or len(seen.head)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests
-from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, opened
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.codecs.cast_table import CastCounts, OutOfRange, cast_engine
 from streamload.codecs.parts import QuantCounts
 from streamload.conversion import disk
@@ -44,9 +44,9 @@ from streamload.core.progress import Progress, reporting
 from streamload.core.system import sync_folder
 from streamload.core.units import format_bytes, format_rate, format_table
 from streamload.errors import CheckpointError
-from streamload.files import remote
+from streamload.files.folder import fingerprint
 from streamload.files.header import SAFETENSORS, FileState, unreadable
-from streamload.files.hub import fingerprint
+from streamload.files.local import expanded
 from streamload.loading.lora import Adapters, AdaptersArgument
 from streamload.loading.report import Clock, quantized_text, warn_of_overflow
 from streamload.planning.dequantize import as_in_models, asked, dequantized
@@ -607,6 +607,8 @@ def _fetch(source: Url, root: Folder, path: str) -> None:
     root.unlink(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     with root.open(path, flags) as fd, open(fd, "w+b", closefd=False) as file:
+        from streamload.files import remote
+
         remote.download(source, file, LARGEST_COPIED_NBYTES)
         file.flush()
         if path.endswith(".json") and not _ends_as_json(file):

@@ -51,8 +51,8 @@ from streamload.core.dtypes import DType, DTypeArgument
 from streamload.core.patterns import Selection, check_patterns, did_you_mean, fits
 from streamload.core.units import format_bytes, format_table, parse_bytes, round_up
 from streamload.errors import CheckpointError, UnsupportedCastError, printed
+from streamload.files.folder import ResolvedKind
 from streamload.files.header import SAFETENSORS, is_text
-from streamload.files.local import ResolvedKind
 from streamload.formats.gguf.architectures import of_model
 from streamload.formats.gguf.sizes import check_config
 from streamload.formats.imatrix import Importance, read_imatrix

@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from streamload.checkpoint.digests import digest_of, hasher
 from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import Room, Shards, cut, file_kind
+from streamload.checkpoint.shards import Room, Shards, cut
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import Decoders
 from streamload.codecs.parts import QuantCounts
@@ -52,6 +52,7 @@ from streamload.core.location import Location
 from streamload.core.system import direct_memory
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, OutOfRangeError
+from streamload.files.folder import resolve_reader
 from streamload.files.header import Header
 from streamload.files.page_cache import PageCache
 from streamload.formats.writer import Joined, OutFile, OutTensor
@@ -110,7 +111,7 @@ class Writer:
         self.unread_nbytes = self._unread.total()
         self._shards = Shards(
             checkpoint.shards,
-            lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
+            lambda shard: resolve_reader(shard, "direct" if way.direct else "auto"),
             cache=PageCache("auto", to_read_nbytes=self.unread_nbytes),
         )
         # the blocks of each file that were not handed out yet, and those that a thread has alone
@@ -539,7 +540,7 @@ def check_written(
     """
     header = Header(path, file.nbytes, len(file.header), (), {})
     room = Room(block_nbytes, ahead=True)
-    with Shards([header], lambda shard: file_kind(shard, "direct")) as shards:
+    with Shards([header], lambda shard: resolve_reader(shard, "direct")) as shards:
         nbytes = min(len(file.header), block_nbytes)
         if nbytes and room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
             raise CheckpointError(path, "the header on the disk is not the one written")

@@ -159,9 +159,9 @@ def is_foreign(text: str) -> bool:
 def local(path: str | os.PathLike[str]) -> Path:
     """Return a path on this machine, or the name of a repository, as a `Path`."""
     text = os.fsdecode(path)
-    shown = without_secrets(text)
     # raised here: the operating system's errors would show secrets
-    if (is_foreign(text) or shown != text) and not os.path.lexists(text):
+    if not os.path.lexists(text) and (is_foreign(text) or without_secrets(text) != text):
+        shown = without_secrets(text)
         went = "a URL that went through Path: give it as a str" if _HALF.match(text) else None
         raise ShardNotFoundError(shown, "no such file or folder", f"{URL_FORMS}, for a URL", went)
     return Path(path)

@@ -26,8 +26,8 @@ from streamload.core.location import Location
 from streamload.core.tensors import first_byte, whole
 from streamload.core.units import merged
 from streamload.distributed.group import ProcessGroup
+from streamload.files.folder import ResolvedKind
 from streamload.files.header import Header
-from streamload.files.local import ResolvedKind
 from streamload.files.reader import Reader
 from streamload.planning.moves import Move
 from streamload.planning.shares import ClusterPlan

@@ -18,12 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 from streamload.checkpoint.digests import SIDECAR, Digests, hasher
-from streamload.checkpoint.open import Checkpoint, folder_of, from_headers
+from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import BY_CODE
 from streamload.core.location import Location, Url
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.files.folder import Folder, folder_at
 from streamload.files.header import (
     SAFETENSORS,
     Chunk,
@@ -36,7 +37,6 @@ from streamload.files.header import (
     open_regular,
     unreadable,
 )
-from streamload.files.hub import cached
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
@@ -56,7 +56,7 @@ def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
     By ``host``, a unique id, others recognize that they see the same disk.
     """
     shards = []
-    folder = folder_of(checkpoint.path)
+    folder = folder_at(checkpoint.path).path
     for header in checkpoint.shards:
         codes: dict[str, int] = {}
         shards.append(
@@ -112,17 +112,20 @@ class Index:
     digests: str = ""  # rank 0's digests of all tensors; see `_digests`
 
     @classmethod
-    def read(cls, data: bytes, path: Location, folder: Location) -> Index:
+    def read(cls, data: bytes, folder: Folder) -> Index:
         """Return the index of a message of `write_index`, without opening files."""
         document = parse_json(zlib.decompress(data))
         shards = document["shards"]
-        is_file = path != folder and not path.name.endswith(".json")  # its name may differ here
+        # its name may differ here
+        is_alone = len(shards) == 1 and folder.name and not folder.name.endswith(".json")
         headers = [
-            _header(shard, path if is_file and len(shards) == 1 else cached(folder / shard["name"]))
+            _header(shard, folder.found if is_alone else folder.place(shard["name"]))
             for shard in shards
         ]
         named = {h.path.name: shard for h, shard in zip(headers, shards, strict=True)}
-        return cls(from_headers(path, headers, document["config"]), named, document["digests"])
+        return cls(
+            from_headers(folder.found, headers, document["config"]), named, document["digests"]
+        )
 
     def check(self) -> list[str]:
         """Compare the files of this rank with those of rank 0; return the names of missing ones.

@@ -24,7 +24,7 @@ from streamload.distributed.negotiate import Agreement, Asked, own_device
 from streamload.distributed.replan import Held, OnLoss, Recovery, replanned
 from streamload.distributed.session import Session
 from streamload.errors import LoadState, NodeError, PeerFailedError, StreamloadError
-from streamload.files.local import resolve_reader
+from streamload.files.folder import resolve_reader
 from streamload.loading.load import run, uncollected
 from streamload.loading.options import (
     CHANGES,

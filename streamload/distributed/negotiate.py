@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.core.dtypes import BY_NAME
 from streamload.core.memory import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
 from streamload.core.units import format_bytes
@@ -37,8 +37,8 @@ from streamload.errors import (
     StreamloadError,
     Suggestion,
 )
+from streamload.files.folder import is_slow, locate
 from streamload.files.hub import HubFile, file_of
-from streamload.files.local import is_slow
 from streamload.loading.load import as_model_reads, of_one_dtype, split_under
 from streamload.loading.options import Options
 from streamload.loading.prepare import Call, Decision, Place
@@ -175,7 +175,7 @@ class Agreement:
             transformers' plan for tensor parallelism if tensors are split, whether a
             Conv1D's weights are in the order of models, and the dtype of `DTypePolicy.alike`.
             """
-            there, _ = locate(asked.path)
+            there = locate(asked.path).found
             found = open_checkpoint(there)
             # rank 0 decides for all; plans are compared later
             blocks = model is not None  # a model has floats, unless a dtype is given
@@ -193,7 +193,7 @@ class Agreement:
             """Return the index and missing files, and whether files were compared only in parts."""
             weights, file, _, in_order, _ = json.loads(line)
             pinned = HubFile(*file) if file else None  # all ranks read one commit
-            index = Index.read(data, *locate(asked.path, pinned))
+            index = Index.read(data, locate(asked.path, pinned))
             missing = index.check()
             made = dequantized(index.checkpoint, weights)
             made = as_in_models(made) if in_order else made

@@ -93,6 +93,10 @@ class Patience:
         tries = _setting("STREAMLOAD_HTTP_TRIES", _USUAL.tries)
         return cls(min(_USUAL.connect_seconds, seconds), seconds, math.ceil(tries))
 
+    def backoff(self, tried: int) -> float:
+        """Return the most seconds to wait after so many tries."""
+        return min(self.backoff_seconds * 2.0 ** (tried - 1), self.most_backoff_seconds)
+
 
 _USUAL = Patience()
 
@@ -233,8 +237,6 @@ class _Lent:
 
 
 class _Backend:
-    """Replaces the HTTP library's network backend, so that connecting obeys the try's deadline."""
-
     def connect_tcp(self, host: str, port: int, timeout: float | None, **options: Any) -> Any:
         """Connect in a thread, since resolving cannot be cancelled; return the `_Connection`."""
         import httpcore2
@@ -264,8 +266,6 @@ class _Backend:
 
 
 class _Connection:
-    """Wraps a network stream of the HTTP library; waits end at the deadline of the thread's try."""
-
     def __init__(self, stream: Any) -> None:
         self.owner: Attempt | None = None  # the last try that used this connection
         self._stream = stream
@@ -418,6 +418,20 @@ class Pool:
                 hush()
                 self._client, self._pid = client, os.getpid()
             return self._client
+
+
+#: The pool of this process.
+POOL = Pool()
+
+
+@contextmanager
+def connections() -> Iterator[None]:
+    """Keep connections open between the requests of the block, as an open reader does."""
+    POOL.enter()
+    try:
+        yield
+    finally:
+        POOL.leave()
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 from uuid import uuid4
 
-from streamload.core.location import Location, Url, is_url
+from streamload.core.location import Location, Url, is_url, local
 from streamload.core.memory import available_host_nbytes
 from streamload.core.system import filesystem_in_memory, install
 from streamload.core.units import format_bytes
@@ -36,20 +36,18 @@ from streamload.errors import (
 from streamload.files import connections as wire
 from streamload.files.connections import Patience
 from streamload.files.header import (
-    Header,
+    Part,
     check_nbytes,
     describe,
     most_nbytes,
     parse_json_object,
     some,
 )
+from streamload.files.local import PreadReader, expanded
+from streamload.files.reader import Fetch, PartsReader
 
 T = TypeVar("T")
 
-_pool = wire.Pool()
-
-#: How a load reads files of the hub: by ranges, or after a download to the local cache.
-Fetch = Literal["auto", "stream", "cache"]
 
 _FILE = re.compile(r"(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<commit>[0-9a-f]{40})/(?P<path>.*)")
 _CACHED = re.compile(
@@ -128,8 +126,7 @@ class HubFile(NamedTuple):
 
 def file_of(location: Location) -> HubFile | None:
     """Return the file or folder of the hub that a location names; None for any other."""
-    known = settings() if isinstance(location, Url) else None
-    if known is None or not isinstance(location, Url):
+    if not isinstance(location, Url) or (known := settings()) is None:
         return None
     root = known.ENDPOINT + "/"
     found = _FILE.fullmatch(location.href.removeprefix(root))
@@ -138,19 +135,10 @@ def file_of(location: Location) -> HubFile | None:
     return HubFile(found["repo"], found["commit"], unquote(found["path"]))
 
 
-def identity(location: Location) -> HubFile | None:
-    """Return the file or folder of the hub that a URL, or a path in the local cache, names."""
-    if isinstance(location, Url):
-        return file_of(location)
-    found = _CACHED.search(location.as_posix())
+def in_cache(path: Path) -> HubFile | None:
+    """Return the file or folder of the hub that a path in the local cache names."""
+    found = _CACHED.search(path.as_posix())
     return found and HubFile(found["repo"].replace("--", "/"), found["commit"], found["path"])
-
-
-def fingerprint(header: Header) -> dict[str, str | int]:
-    """Return `Header.fingerprint`; of the hub's files, the same for a URL and for the cache."""
-    if (file := identity(header.path)) is None:
-        return header.fingerprint()
-    return {"file": str(file), "nbytes": header.file_nbytes}
 
 
 def repo_folder(repo: str) -> Path:
@@ -178,22 +166,12 @@ def cached(location: Location) -> Location:
 def offline(where: Location | str, repo: str = "") -> CheckpointError:
     """Return the error for a file that the local cache lacks, under ``HF_HUB_OFFLINE``."""
     file = file_of(where) if isinstance(where, Url) else None
-    problem = f"is not in the Hugging Face cache, and {_unset(file.repo if file else repo)}"
+    problem = f"is not in the Hugging Face cache, and {unset(file.repo if file else repo)}"
     return ShardNotFoundError(where, problem, found=str(settings().HF_HUB_CACHE))
 
 
-def of_part(error: CheckpointError, path: Path) -> CheckpointError:
-    """Return an error about a checkpoint with what to write if the local cache has a part of it."""
-    file, known = identity(path), settings()
-    if file is None or known is None:
-        return error
-    name = f"{file.repo} --revision {file.commit}"
-    line = _unset(name) if known.is_offline_mode() else f"`hf download {name}` brings the rest"
-    problem = f"{error.problem}; the Hugging Face cache may have a part of it, and {line}"
-    return replace(error, problem=problem)
-
-
-def _unset(name: str) -> str:
+def unset(name: str) -> str:
+    """Return what to do where ``HF_HUB_OFFLINE`` is set and the cache lacks a file."""
     line = f"`hf download {name}`"
     return f"HF_HUB_OFFLINE is set: unset it, or write {line} where there is a network"
 
@@ -217,13 +195,6 @@ def refused(where: Location | str, status: int, headers: Mapping[str, str]) -> C
     return ShardNotFoundError(where, problem, found=found)
 
 
-def _answer_of(error: BaseException | None) -> Any:
-    """Return the response of a failed request; the library may have failed to read it, too."""
-    while error is not None and getattr(error, "response", None) is None:
-        error = error.__cause__ or error.__context__
-    return getattr(error, "response", None)
-
-
 class _Failure(NamedTuple):
     error: CheckpointError
     wait_seconds: float | None = None  # before a retry; None: no retry can help
@@ -231,7 +202,6 @@ class _Failure(NamedTuple):
 
 
 def _failure(where: Location | str, error: BaseException | None, attempt: wire.Paced) -> _Failure:
-    """Return the error to raise for one of the library, without its text."""
     hub, http = library(where).errors, wire.httpx()
     if isinstance(error, wire.RequestError):
         error = error.__cause__
@@ -253,20 +223,23 @@ def _failure(where: Location | str, error: BaseException | None, attempt: wire.P
     if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         # the library has retried
         return _failure(where, error.__cause__, attempt)._replace(wait_seconds=None)
-    if (response := _answer_of(error)) is not None:
+    known, response = error, None  # the library may have failed to read it, too
+    while known is not None and (response := getattr(known, "response", None)) is None:
+        known = known.__cause__ or known.__context__
+    if response is not None:
         status = response.status_code
         expired = status in _SIGNED and not is_endpoint(str(response.request.url))
         if status not in wire.PASSING and not expired:
             return _Failure(refused(where, status, response.headers))
-        known = wire.status_text(status) + " of a signed URL" * expired
-        failed = CheckpointError(where, "cannot be read from the hub", found=known)
+        found = wire.status_text(status) + " of a signed URL" * expired
+        failed = CheckpointError(where, "cannot be read from the hub", found=found)
         return _Failure(failed, wire.retry_after(response.headers), answered=status < 500)
     if isinstance(error, http.HTTPError):
         cause = wire.cause_of(error)
         lasting = wire.lasting(error, cause)
         problem = f"cannot be read from {settings().ENDPOINT}: check the network, or HF_ENDPOINT"
-        known = lasting or (str(cause) if cause else type(error).__name__)
-        failed = CheckpointError(where, problem, found=known)
+        found = lasting or (str(cause) if cause else type(error).__name__)
+        failed = CheckpointError(where, problem, found=found)
         failed.__cause__ = cause
         return _Failure(failed, None if lasting else 0.0, answered=False)
     if isinstance(error, UnicodeEncodeError):
@@ -303,30 +276,26 @@ def ask(
     tried = 0
     while True:
         attempt = wire.Paced(patience.read_seconds, stopped, most_nbytes)
-        _pool.enter()
         try:
-            with wire.hushed(), attempt.under_way():
+            with wire.connections(), wire.hushed(), attempt.under_way():
                 return call()
         except (StreamloadError, MemoryError):
             raise
         except Exception as error:
             failed, wait, answered = _failure(where, error, attempt)
-        finally:
-            _pool.leave()
         if not answered and (found := instead()) is not None:
             return found
         tried += 1
         if wait is None or tried >= patience.tries or wait > wire.MOST_WAIT_SECONDS:
             raise failed  # outside of the except clause: the library's error is no context
-        backoff = patience.backoff_seconds * 2.0 ** (tried - 1)
-        stopped.wait(max(wait, min(backoff, patience.most_backoff_seconds)))
+        stopped.wait(max(wait, patience.backoff(tried)))
 
 
 def _lend(hub: Any) -> Any:
-    """Let the library send over `_pool`; return its client. A program's own stays as it is."""
+    """Let the library send over `Pool`; return its client. A program's own stays as it is."""
     http, client = hub.utils._http, hub.get_session()
     if http._GLOBAL_CLIENT_FACTORY is http.default_client_factory:
-        _pool.lend(client)
+        wire.POOL.lend(client)
     return client
 
 
@@ -335,7 +304,7 @@ def described(
 ) -> dict[str, Any] | T:
     """Ask the hub for a repository's commit and files: the JSON object of its API, or `instead`.
 
-    Its bytes count as a header's, by `streamload.files.header`.
+    Its bytes count as a header's, by `Limits`.
     """
     hub, path = library(where), f"{settings().ENDPOINT}/api/models/{repo}"
     path += "" if revision is None else f"/revision/{quote(revision, safe='')}"
@@ -383,7 +352,6 @@ def _there(folder: Path) -> Path:
 
 
 def _closed(url: Url) -> Path | None:
-    """Return a folder that a download of a file has to write and may not, or None."""
     file = file_of(url)
     assert file is not None, url
     folder = repo_folder(file.repo)
@@ -520,8 +488,8 @@ def _download(url: Url, tell: Callable[[int], None], stopped: threading.Event) -
 SCHEME = "hf://"
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+(/[\w.-]+)*)?", re.ASCII)
-_CONFIG = "config.json"
-_A_FILE = re.compile(r".*\.(safetensors|gguf|bin|pth?|irpa|npz|json)", re.IGNORECASE)
+#: Name of a file of weights or of its index, which is no folder.
+A_FILE = re.compile(r".*\.(safetensors|gguf|bin|pth?|irpa|npz|json)", re.IGNORECASE)
 _RESOLVED = re.compile(r"(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<path>.*)")
 _COMMIT = re.compile("[0-9a-f]{40}")
 _FORM = f"{SCHEME}org/name[@revision][/file]"
@@ -551,7 +519,7 @@ class Repository(NamedTuple):
         else:
             name, _, revision = text.partition("@")
             found = cls(name, revision or None)
-            if not _NAME.fullmatch(text) or _A_FILE.fullmatch(name):
+            if not _NAME.fullmatch(text) or A_FILE.fullmatch(name):
                 raise ShardNotFoundError(text, "no such file or folder")
         hub = library(text)
         inside = (*(found.revision or "").split("/"), *found.path.rstrip("/").split("/"))
@@ -578,6 +546,22 @@ class Repository(NamedTuple):
         return cls(uri.id.removeprefix(owner), uri.revision, uri.path_in_repo)
 
 
+def repository_of(path: str | os.PathLike[str]) -> Repository | None:
+    """Return the repository that a path names, maybe by its URL; None for any other path."""
+    name = os.fsdecode(path)
+    if isinstance(path, Url):
+        return None
+    if not is_named(name) and (is_url(name) or os.path.lexists(expanded(local(name)))):
+        return None
+    return Repository.parse(name)
+
+
+def revised(path: str | os.PathLike[str], revision: str | None) -> str | os.PathLike[str]:
+    """Return a repository's name with a revision, if it has none; any other path unchanged."""
+    found = None if revision is None else repository_of(path)
+    return path if found is None or found.revision else str(found._replace(revision=revision))
+
+
 class _Listing(NamedTuple):
     files: Mapping[str, int]  # lengths in bytes, by path
     revision: str | None  # that was asked for
@@ -586,7 +570,8 @@ class _Listing(NamedTuple):
 _listings: dict[tuple[str, str, str], _Listing] = {}  # by server, repository and commit
 
 
-def _known(file: HubFile | None) -> _Listing | None:
+def known_listing(file: HubFile | None) -> _Listing | None:
+    """Return the listing of a file's repository if this process has asked for it."""
     if file is None or (known := settings()) is None:
         return None
     return _listings.get((known.ENDPOINT, file.repo, file.commit))
@@ -604,8 +589,8 @@ def is_named(text: str) -> bool:
 
 def origin(path: Location) -> Location:
     """Return the URL of a path in the local cache if this process has listed its repository."""
-    file = identity(path) if isinstance(path, Path) else None
-    known = _known(file)
+    file = in_cache(path) if isinstance(path, Path) else None
+    known = known_listing(file)
     inside = _inside(known.files, file.path) if file and known else None
     return path if file is None or inside is None else url_of(file._replace(path=inside))
 
@@ -614,7 +599,12 @@ def locate(text: str) -> Location:
     """Return the folder or file that a repository's name means, of a commit or in the cache."""
     asked = Repository.parse(text)
     try:
-        return _located(text, asked)
+        if settings().is_offline_mode():
+            if (kept := snapshot(asked)) is None:
+                raise offline(text, asked.name)
+            return kept
+        found = _listed(text, asked, partial(snapshot, asked))
+        return found if isinstance(found, Path) else url_of(found)
     except CheckpointError as error:
         if is_named(text):
             raise
@@ -622,19 +612,9 @@ def locate(text: str) -> Location:
         raise replace(error, problem=problem) from error.__cause__
 
 
-def _located(text: str, asked: Repository) -> Location:
-    if settings().is_offline_mode():
-        if (kept := snapshot(asked)) is None:
-            raise offline(text, asked.name)
-        return kept
-    found = _listed(text, asked, partial(snapshot, asked))
-    return found if isinstance(found, Path) else url_of(found)
-
-
 def _listed(
     text: Location | str, asked: Repository, instead: Callable[[], Path | None] = lambda: None
 ) -> HubFile | Path:
-    """Ask the hub for a repository's commit and files; return the file or folder, or `instead`."""
     found = described(text, asked.name, asked.revision, instead)
     if isinstance(found, Path):
         return found
@@ -663,7 +643,6 @@ def _invalid(where: Location | str, field: str, expected: str, found: object) ->
 
 
 def _inside(files: Mapping[str, int], path: str) -> str | None:
-    """Return the path of a file, or of a folder with a slash at its end; None if it is neither."""
     if not path or path in files:
         return path
     path += "/"
@@ -690,57 +669,18 @@ def listing(folder: Location) -> Mapping[str, int] | None:
     file = file_of(folder)
     if file is None:
         return None
-    if _known(file) is None:  # another process has found the commit
+    if known_listing(file) is None:  # another process has found the commit
         _listed(folder, Repository(file.repo, file.commit))
-    known = _known(file)
+    known = known_listing(file)
     assert known is not None, folder
     inside = file.path.rpartition("/")[0] + "/" * ("/" in file.path)
     return {path[len(inside) :]: n for path, n in known.files.items() if path.startswith(inside)}
 
 
-def written(folder: Location) -> str:
-    """Return how a user writes a folder of the hub, with a slash at its end."""
-    file = file_of(folder)
-    assert file is not None, folder
-    known = _known(file)
-    revision = known.revision if known else file.commit
-    return f"{Repository(file.repo, revision, file.path)}".rstrip("/") + "/"
-
-
-def explained(error: ShardNotFoundError, found: Location) -> CheckpointError:
-    """Return an error of opening a location with what to write instead, if that is known."""
-    if isinstance(found, Path):
-        return of_part(error, found)
-    if not found.name or _A_FILE.fullmatch(found.name) or error.expected is not None:
-        return error
-    return replace(error, expected=f"{found}/ for a folder")
-
-
-def check_single(folder: Location, shards: Sequence[str]) -> None:
-    """Raise ShardNotFoundError, with what to write, if a repository holds several GGUF files."""
-    listed = listing(folder) or {}
-    found = [name for name in shards or listed if name.lower().endswith(".gguf")]
-    models = {re.sub(r"-\d+-of-\d+", "", name) for name in found}
-    if listed and len(models) > bool(shards):
-        lines = [f"{written(folder)}{name} ({format_bytes(listed[name])})" for name in found]
-        problem = "holds several GGUF files, or has them in folders"
-        raise ShardNotFoundError(folder, problem, "the path of one", ", ".join(lines))
-
-
-def path_of(found: Location, folder: Location, shards: Sequence[Location]) -> Location:
-    """Return the path of a checkpoint: one in the local cache if all of its files are there."""
-    listed = listing(folder) if isinstance(folder, Url) else None
-    needed = [*shards, *(cached(folder / name) for name in listed or () if name == _CONFIG)]
-    if listed is None or not shards or any(isinstance(path, Url) for path in needed):
-        return found
-    parent = shards[0].parent
-    return parent / found.name if found.name else parent
-
-
 def keep_ref(url: Location) -> None:
     """Note in the local cache the commit of the revision asked for, for loads without the hub."""
     file = file_of(url)
-    known = _known(file)
+    known = known_listing(file)
     if file is None or known is None or known.revision == file.commit:
         return
     revision = (known.revision or settings().DEFAULT_REVISION).strip("/")
@@ -750,3 +690,21 @@ def keep_ref(url: Location) -> None:
         ref.parent.mkdir(parents=True, exist_ok=True)
         made.write_text(file.commit)
         made.replace(ref)
+
+
+class CachedReader(PartsReader):
+    """Reads a file of the hub by pread from the local cache; each read waits for its download."""
+
+    _how = "from the Hugging Face cache"
+
+    def __init__(self, url: Url, file_nbytes: int) -> None:
+        self._stopped = threading.Event()
+        part = Part(url, file_nbytes)
+        super().__init__([part], lambda _: PreadReader(fetched(url, self._stopped), file_nbytes))
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        self.stop()
+        super().close()

@@ -1,4 +1,4 @@
-"""Readers of one shard's byte ranges: by a memory map, pread, direct reads, or from a server.
+"""Files of this machine: a folder, and readers by a memory map, pread or direct reads.
 
 A file is opened read-only, and no byte is kept between calls. A map is fastest on a local
 filesystem. Truncation under a map kills the process (SIGBUS), and a lease prevents that. On a
@@ -17,19 +17,17 @@ import signal
 import sys
 import threading
 import weakref
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from typing import Literal, get_args
 
 import numpy as np
 
 from streamload.core.interrupt import deferred_interrupt
-from streamload.core.location import Location, Url
+from streamload.core.location import Location
 from streamload.core.system import (
     address_of,
     direct_memory,
@@ -41,21 +39,26 @@ from streamload.core.system import (
     scatter,
 )
 from streamload.core.units import round_up
-from streamload.errors import CheckpointError, FileChangedError, HeaderError, TruncatedFileError
-from streamload.files import hub
-from streamload.files.header import RENAME, FileState, Part, View, open_regular, unreadable
-from streamload.files.page_cache import PageCacheKind, resident_fraction
-from streamload.files.reader import Addresses, PartsReader, StridedReader
-from streamload.files.reader import Reader as Reader
-from streamload.files.remote import HttpReader
+from streamload.errors import (
+    CheckpointError,
+    FileChangedError,
+    HeaderError,
+    ShardNotFoundError,
+    TruncatedFileError,
+)
+from streamload.files.header import (
+    RENAME,
+    FileState,
+    check_memory,
+    check_nbytes,
+    is_there,
+    open_regular,
+    unreadable,
+)
+from streamload.files.reader import Addresses, Reader
 
 if sys.platform == "linux":
     import fcntl
-
-ReaderKind = Literal["auto", "mmap", "pread", "direct"]
-#: For URLs alone: "http", "store" for those of buckets, and "cache" after a download from the hub.
-ResolvedKind = Literal["mmap", "pread", "direct", "http", "store", "cache"]
-REMOTE_KINDS = ("http", "store")
 
 # fmt: off
 #: Filesystems that "auto" maps. All others are read by pread, which always works: network and FUSE
@@ -66,11 +69,6 @@ MAPPED_FILESYSTEMS = frozenset({
     "nilfs2", "ntfs3", "overlay", "ramfs", "reiserfs", "squashfs", "tmpfs", "ubifs", "udf", "vfat",
     "xfs",
 })
-#: Filesystems on a disk of this machine that support direct reads: "auto" uses them for files
-#: mostly not in the page cache. Those in memory and read-only images are left out.
-DIRECT_FILESYSTEMS = MAPPED_FILESYSTEMS - {
-    "erofs", "iso9660", "ramfs", "squashfs", "tmpfs", "ubifs", "udf",
-}
 #: Filesystems on which even "direct" reads through the page cache: they are in memory or on another
 #: machine. So are types that begin with "fuse".
 BUFFERED_FILESYSTEMS = frozenset({
@@ -79,21 +77,11 @@ BUFFERED_FILESYSTEMS = frozenset({
 })
 # fmt: on
 
-# From this resident fraction on, "auto" reads through the page cache; below, direct reads are
-# faster on every disk measured (docs/measurements.md).
-_MOSTLY_RESIDENT = 0.5
-# Bounds of the fractions that `_RESIDENT` names: words, since numbers would differ for each shard.
-# Almost nothing is resident after its header was read.
-_SHARES = (0.05, _MOSTLY_RESIDENT, 1.0)
-_RESIDENT = ("not ", "mostly not ", "mostly ", "")
-
 _REFUSALS = {
     errno.EACCES: "it is another user's, and this process cannot hold back who truncates it",
     errno.EAGAIN: "a process has it open for writing",
 }
 
-_ADDRESS_BITS = sys.maxsize.bit_length() + 1
-_MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, with addresses of 32 bits
 _MAX_READ_NBYTES = 2**30  # in one call: systems refuse or cut reads near 2**31
 #: Most bytes of one call after `Reader.stop_ahead`: pages being read cannot be reclaimed.
 EXACT_NBYTES = 2**18
@@ -115,140 +103,11 @@ BOUNCE_NBYTES = 2**20
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
-def open_reader(
-    shard: Location,
-    file_nbytes: int,
-    kind: ReaderKind | ResolvedKind = "auto",
-    state: FileState | None = None,
-    views: Sequence[View] = (),
-    parts: Sequence[Part] = (),
-) -> Reader:
-    """Return an open `Reader` of a shard; the arguments but ``kind`` are from its `Header`.
-
-    ``kind`` "auto" is resolved by `resolve_reader`. If no lease protects a file from truncation it
-    is read by pread instead of a map; `Reader.fallback` gives the reason.
-    """
-    if views:
-        if not parts:
-            return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
-        files = (Part(shard, file_nbytes, state), *parts)
-        return StridedReader(
-            PartsReader(files, lambda part: open_reader(part.path, part.nbytes, kind, part.state)),
-            views,
-        )
-    resolved = resolve_reader(shard, kind)
-    if isinstance(shard, Url):
-        return (CachedReader if resolved == "cache" else HttpReader)(shard, file_nbytes)
-    # an empty file cannot be mapped or read directly
-    opened = {"mmap": MmapReader, "direct": DirectReader} if file_nbytes else {}
-    return opened.get(resolved, PreadReader)(shard, file_nbytes, state)
-
-
-@dataclass(frozen=True, slots=True)
-class ReaderChoice:
-    """The reader chosen for a shard, and the reason."""
-
-    kind: ResolvedKind
-    reason: str  # for a report; equal for shards in the same state
-    resident: float | None = None  # fraction in the page cache, if it was measured
-
-
-def choose_reader(
-    path: str | os.PathLike[str],
-    kind: ReaderKind | ResolvedKind,
-    *,
-    page_cache: PageCacheKind = "auto",
-    whole_slots: bool = True,
-) -> ReaderChoice:
-    """Return how to read a shard; takes less than 2 ms for any length.
-
-    "auto" chooses direct reads for files of a local disk that are mostly not in the page cache,
-    unless ``page_cache`` is "keep", and `resolve_reader` for all others. Files that no lease
-    protects from truncation are never mapped. ``whole_slots``: the shard is read into page-aligned
-    memory with room for over-reading; without it direct reads need a copy, which halves their speed
-    (from 2.6 to 3.2 GB/s to 1.4 to 2.1 on a virtual disk, the speed of a map).
-    """
-    choice = _choose(path, kind, page_cache, whole_slots)
-    if choice.kind == "mmap" and (why := not_mapped(Path(path))):
-        return replace(choice, kind="pread", reason=f"{choice.reason}, and not mapped: {why}")
-    return choice
-
-
-def _choose(
-    path: str | os.PathLike[str],
-    kind: ReaderKind | ResolvedKind,
-    page_cache: PageCacheKind,
-    whole_slots: bool,
-) -> ReaderChoice:
-    """Return `choose_reader`'s choice without checking whether the file can be mapped now."""
-    remote = isinstance(path, Url)
-    if kind not in get_args(ReaderKind) and not (kind in (*REMOTE_KINDS, "cache") and remote):
-        raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
-    if kind in ("mmap", "direct") and remote:
-        raise ValueError(f'reader="{kind}" is for files, and {path} is read from a server')
-    if isinstance(path, Url):
-        if path.is_store:
-            return ReaderChoice("store", f"from the bucket {path.bucket}")
-        return ReaderChoice("cache" if kind == "cache" else "http", f"from {path.host}")
-    if kind != "auto":
-        return ReaderChoice(kind, f'reader="{kind}" was asked for')
-    filesystem, nbytes = filesystem_and_length(path)
-    buffered = reader_for(filesystem, nbytes)
-    if filesystem not in MAPPED_FILESYSTEMS:
-        reason = f"{filesystem or 'an unknown filesystem'} is read through the page cache"
-        return ReaderChoice(buffered, reason)
-    if not whole_slots:
-        return ReaderChoice(buffered, f"on {filesystem}, for memory that the CPU writes")
-    resident = resident_fraction(path)
-    reason = "it is not known how much is in the page cache"
-    if resident is not None:
-        reason = f"{_RESIDENT[bisect_right(_SHARES, resident)]}in the page cache"
-    if filesystem not in DIRECT_FILESYSTEMS:
-        reason = f"{filesystem} is read through the page cache"
-    elif page_cache == "keep":
-        reason = 'page_cache="keep" fills the page cache'
-    elif resident is not None and resident < _MOSTLY_RESIDENT:
-        return ReaderChoice("direct", f"on {filesystem}, {reason}", resident)
-    return ReaderChoice(buffered, reason, resident)
-
-
-def is_slow(path: Location) -> bool:
-    """Return whether a file is far away: behind a URL, or on a network or FUSE filesystem."""
-    filesystem = "" if isinstance(path, Url) else filesystem_and_length(path)[0]
-    return isinstance(path, Url) or filesystem not in MAPPED_FILESYSTEMS | {""}
-
-
-def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
-    """Return ``kind``, "auto" as "mmap" or "pread"; for a URL, both as "http" or "store"."""
-    return _choose(path, kind, "auto", whole_slots=False).kind
-
-
-def _no_lease(filesystem: str) -> str:
+def no_lease(filesystem: str) -> str:
     """Return why leases on a filesystem do not block its writers; "" if they do."""
     if filesystem in MAPPED_FILESYSTEMS:
         return ""
     return f"{filesystem or 'an unknown filesystem'} does not hold back who changes its files"
-
-
-def not_mapped(path: Location) -> str:
-    """Return why a file cannot be mapped safely (truncation would kill the process), or ""."""
-    if isinstance(path, Url):
-        return "it is read from a server"
-    try:
-        with open_regular(path) as file:
-            refusal = _no_lease(filesystem_and_length(path)[0])
-            return refusal or take_lease(file.fileno())
-    except CheckpointError:
-        return ""  # reading the file will raise the error
-
-
-def reader_for(
-    filesystem: str, nbytes: int, *, address_bits: int = _ADDRESS_BITS
-) -> Literal["mmap", "pread"]:
-    """Return "mmap" if it is safe on a filesystem and ``nbytes`` fit in addresses, else "pread"."""
-    if address_bits <= 32 and nbytes > _MAX_MAPPED_NBYTES_32:
-        return "pread"
-    return "mmap" if filesystem in MAPPED_FILESYSTEMS else "pread"
 
 
 class Guard:
@@ -288,8 +147,8 @@ class Guard:
             self._inside += 1
         try:
             self._check(entering=True)
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -297,12 +156,19 @@ class Guard:
             if error is None:
                 self._check(entering=False)
         finally:
-            self._leave()
+            with self._lock:
+                self._inside -= 1
+                unused = self._failed is not None and not self._inside
+            if unused:  # no thread touches a map of it
+                self.close()
 
     def close(self) -> None:
         """Release the lease; the file is still open. May be called twice."""
         with self._lock:
-            self._release()
+            if self._leased and not self._file.closed:
+                self._leased = False
+                with suppress(OSError):
+                    fcntl.fcntl(self._file.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
     def _check(self, *, entering: bool) -> None:
         if self._failed is None:
@@ -328,18 +194,6 @@ class Guard:
                     held_back=True,
                 )
         raise replace(self._failed)
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._failed is not None and not self._inside:  # no thread touches a map of it
-                self._release()
-
-    def _release(self) -> None:
-        if self._leased and not self._file.closed:
-            self._leased = False
-            with suppress(OSError):
-                fcntl.fcntl(self._file.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def take_lease(fd: int) -> str:
@@ -384,33 +238,48 @@ class FileMap:
     def stop_ahead(self) -> None:
         """Let no fault, and no `populate`, read more than its pages."""
         self._ahead = False
-        _madvise(self._address, self._stop, mmap.MADV_RANDOM)
+        libc().madvise(self._address, self._stop - self._address, mmap.MADV_RANDOM)
 
-    def enter(self, start: int, stop: int) -> None:
-        """Register an open window of bytes ``start`` to ``stop``, so that its pages stay mapped."""
-        with self._lock:
-            self._windows.update(self._blocks(start, stop))
+    @contextmanager
+    def window(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield bytes ``start`` to ``stop``, whose pages stay mapped in the block.
 
-    def leave(self, start: int, stop: int) -> None:
-        """Unregister a window; drop unused blocks from this process only, not the page cache."""
-        blocks = self._blocks(start, stop)
+        Then drop unused blocks from this process only, not from the page cache.
+        """
+        first, last = self._address + start, self._address + stop - 1
+        blocks = range(first // _BLOCK, last // _BLOCK + 1)
+        window = self.data[start:stop]
         with self._lock:
-            self._windows.subtract(blocks)
-            empty = [block for block in blocks if not self._windows[block]]
+            self._windows.update(blocks)
+        try:
+            yield window
+        finally:
+            with suppress(BufferError):  # the caller still refers to it
+                window.release()
+            with self._lock:
+                self._windows.subtract(blocks)
+                empty = [block for block in blocks if not self._windows[block]]
+                for block in empty:
+                    del self._windows[block]
+            # a window that begins in such a block then faults its pages in again
             for block in empty:
-                del self._windows[block]
-        # a window that begins in such a block then faults its pages in again
-        for block in empty:
-            first, last = block * _BLOCK, (block + 1) * _BLOCK
-            _madvise(max(first, self._address), min(last, self._stop), mmap.MADV_DONTNEED)
-
-    def _blocks(self, start: int, stop: int) -> range:
-        return range((self._address + start) // _BLOCK, (self._address + stop - 1) // _BLOCK + 1)
+                first = max(block * _BLOCK, self._address)
+                last = min((block + 1) * _BLOCK, self._stop)
+                libc().madvise(first, last - first, mmap.MADV_DONTNEED)
 
 
-def _madvise(first: int, last: int, advice: int) -> None:
-    """Call madvise(2) on addresses ``first`` to ``last``, exclusive."""
-    libc().madvise(first, last - first, advice)
+def state_of(file: FileIO, path: Location) -> FileState:
+    """Return the present state of an open file, to detect changes."""
+    try:
+        return FileState.of(file.fileno())
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _advise(file: FileIO, advice: str) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # only advice
+            os.posix_fadvise(file.fileno(), 0, 0, getattr(os, advice))
 
 
 class PreadReader(Reader):
@@ -423,29 +292,24 @@ class PreadReader(Reader):
         self._most_nbytes = _MAX_READ_NBYTES
         self._file = open_regular(path)
         try:
-            refusal = _no_lease(filesystem_and_length(path)[0])
+            refusal = no_lease(filesystem_and_length(path)[0])
             self._guard = Guard(self._file, path, state, refusal=refusal)
             self.leased = not self._guard.refusal
-            found = self._found_nbytes()
+            found = state_of(self._file, self.path).nbytes
             if found < file_nbytes:
                 raise self._truncated(found)
             if found > file_nbytes:
                 raise HeaderError(
                     path, "has become longer since its header was read", file_nbytes, found
                 )
-            self._advise("POSIX_FADV_SEQUENTIAL")
+            _advise(self._file, "POSIX_FADV_SEQUENTIAL")
         except BaseException:
             self._file.close()
             raise
 
-    def _advise(self, advice: str) -> None:
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # only advice
-                os.posix_fadvise(self._file.fileno(), 0, 0, getattr(os, advice))
-
     def stop_ahead(self) -> None:
         self._most_nbytes = EXACT_NBYTES
-        self._advise("POSIX_FADV_RANDOM")
+        _advise(self._file, "POSIX_FADV_RANDOM")
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
         stops = np.cumsum(sizes)
@@ -469,7 +333,7 @@ class PreadReader(Reader):
                 except OSError as error:
                     raise unreadable(self.path, error) from error
             if read == 0:
-                raise self._truncated(min(self._found_nbytes(), start + done))
+                raise self._truncated(min(state_of(self._file, self.path).nbytes, start + done))
             done += read
 
     def fileno(self) -> int:
@@ -481,12 +345,6 @@ class PreadReader(Reader):
     def close(self) -> None:
         self._guard.close()
         self._file.close()
-
-    def _found_nbytes(self) -> int:
-        try:
-            return os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise unreadable(self.path, error) from error
 
     def _truncated(self, found: int) -> TruncatedFileError:
         return TruncatedFileError(
@@ -530,15 +388,17 @@ class MmapReader(PreadReader):
             if held is None or start == stop:
                 yield memoryview(b"")
                 return
-            window = held.data[start:stop]
-            held.enter(start, stop)
-            try:
-                self._populate(held, start, stop)
+            with held.window(start, stop) as window:
+                code = held.populate(start, stop)
+                if code == errno.EFAULT:  # touching them would end in SIGBUS
+                    found = state_of(self._file, self.path).nbytes
+                    if found < stop:  # a lease is broken after 45 s
+                        raise self._truncated(found)
+                    # the file has its length: reading the storage failed
+                    code = errno.EIO
+                if code:
+                    raise unreadable(self.path, OSError(code, os.strerror(code)))
                 yield window
-            finally:
-                with suppress(BufferError):  # the caller still refers to it
-                    window.release()
-                held.leave(start, stop)
 
     def stop_ahead(self) -> None:
         super().stop_ahead()
@@ -549,17 +409,6 @@ class MmapReader(PreadReader):
         """Close the file; the map is unmapped after its last window."""
         super().close()
         self._map = None
-
-    def _populate(self, held: FileMap, start: int, stop: int) -> None:
-        """Read a window's pages; raise CheckpointError if touching them would end in SIGBUS."""
-        code = held.populate(start, stop)
-        if code == errno.EFAULT:
-            if (found := self._found_nbytes()) < stop:  # a lease is broken after 45 s
-                raise self._truncated(found)
-            # the file has its length: reading the storage failed
-            code = errno.EIO
-        if code:
-            raise unreadable(self.path, OSError(code, os.strerror(code)))
 
 
 class DirectReader(PreadReader):
@@ -626,7 +475,6 @@ class DirectReader(PreadReader):
             self._read_bounced(last, target[last - start : nbytes])
 
     def _read_bounced(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` with bytes from ``start`` on, copied through this thread's buffer."""
         stop = start + target.nbytes
         at, most = start, min(self._most_nbytes, BOUNCE_NBYTES)
         while at < stop:
@@ -640,13 +488,18 @@ class DirectReader(PreadReader):
             at = upto
 
     def _read_blocks(self, start: int, target: memoryview, nbytes: int) -> None:
-        """Read whole blocks into ``target``; raise TruncatedFileError for fewer than ``nbytes``."""
         done = 0
         while done < nbytes:
             read = 0
             if not self.fallback:
+                assert self._direct is not None
                 with target[done : done + _MAX_READ_NBYTES] as rest:
-                    read = self._read_direct(start + done, rest)
+                    try:
+                        read = os.preadv(self._direct.fileno(), [rest], start + done)
+                    except OSError as error:
+                        if error.errno not in _NOT_DIRECT:
+                            raise unreadable(self.path, error) from error
+                        self.fallback = f"it cannot be read past the page cache: {error.strerror}"
             done += read
             # the file's end, a fallback, or a short read, after which nothing is aligned
             if done < nbytes and (not read or read % self.alignment):
@@ -654,23 +507,11 @@ class DirectReader(PreadReader):
                     super()._read(start + done, rest, nbytes - done)
                 return
 
-    def _read_direct(self, start: int, blocks: memoryview) -> int:
-        """Make one direct read; return its bytes, 0 at the file's end and on a fallback."""
-        assert self._direct is not None
-        try:
-            return os.preadv(self._direct.fileno(), [blocks], start)
-        except OSError as error:
-            if error.errno not in _NOT_DIRECT:
-                raise unreadable(self.path, error) from error
-            self.fallback = f"it cannot be read past the page cache: {error.strerror}"
-            return 0
-
 
 _thread = threading.local()  # memory: the buffer of `_bounce`
 
 
 def _bounce() -> memoryview:
-    """Return this thread's page-aligned buffer, allocated by the first use."""
     if not hasattr(_thread, "memory"):
         _thread.memory = direct_memory(BOUNCE_NBYTES)
     memory: memoryview = _thread.memory
@@ -678,7 +519,6 @@ def _bounce() -> memoryview:
 
 
 def _open_direct(fd: int) -> FileIO:
-    """Reopen an open file for direct reads, even if it was renamed; raises OSError."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -703,40 +543,124 @@ def _direct_alignment(fd: int) -> int:
     return alignment
 
 
-class CachedReader(Reader):
-    """Reads a file of the hub by pread from the local cache; each read waits for its download."""
+class LocalFile:
+    """An open local file as a `File`; ``state`` is its identity and times when it was opened."""
 
-    _how = "from the Hugging Face cache"
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self.path = path
+        self._file = file
+        self.state = state_of(file, path)
+        self.nbytes = self.state.nbytes
 
-    def __init__(self, url: Url, file_nbytes: int) -> None:
-        super().__init__(url, file_nbytes)
-        self._url = url
-        self._lock = threading.Lock()  # guards `_file` and `_exact`
-        self._file: PreadReader | None = None
-        self._exact = False
-        self._stopped = threading.Event()
+    def read(self, start: int, stop: int) -> bytes:
+        raw = b""
+        stop = min(stop, self.nbytes)
+        try:
+            while start < stop and (more := os.pread(self._file.fileno(), stop - start, start)):
+                raw, start = raw + more if raw else more, start + len(more)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        return raw
 
-    def stop_ahead(self) -> None:
-        self._exact = True
 
-    def stop(self) -> None:
-        self._stopped.set()
+@contextmanager
+def open_file(path: Path) -> Iterator[LocalFile]:
+    """Yield an open local file; raise on leaving if it has changed, instead of any other error."""
+    with open_regular(path) as opened:
+        # pages read ahead of the rest cannot be freed for a while
+        _advise(opened, "POSIX_FADV_RANDOM")
+        file = LocalFile(path, opened)
+        try:
+            yield file
+        finally:
+            file.state.check(state_of(opened, path), path)
 
-    def close(self) -> None:
-        self.stop()
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
 
-    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
-        with target[:nbytes] as part:
-            self._opened().read_into(start, part)
+class Folder:
+    """A path that was understood: the folder of a checkpoint's files, and perhaps one of them.
 
-    def _opened(self) -> PreadReader:
-        path = hub.fetched(self._url, self._stopped)
-        with self._lock:
-            if self._file is None:
-                self._file = PreadReader(path, self.nbytes)
-                if self._exact:
-                    self._file.stop_ahead()
-            return self._file
+    This one is on this machine; `streamload.files.remote` has those of servers.
+
+    Attributes:
+        found: what the path leads to.
+        path: the folder; a URL ends with "/".
+        name: of the file in it that was given; "" for the folder itself.
+    """
+
+    path: Location
+
+    def __init__(self, found: Location, path: Location) -> None:
+        self.found, self.path = found, path
+        self.name = "" if found == path else found.name
+
+    def names(self) -> list[str] | None:
+        """Return its names, in order, of folders on servers with a slash; None if unlisted."""
+        try:
+            return sorted(os.listdir(self.path))
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+    def file(self, name: str) -> Location:
+        """Return the path or URL of a file in it."""
+        return self.found if name == self.name else self.path / name
+
+    def place(self, name: str) -> Location:
+        """Return where a file is read: its `file`, or one in the hub's local cache."""
+        return self.file(name)
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a JSON file; raise HeaderError if it is too long for a header."""
+        path = Path(self.path, name)
+        with open_file(path) as file:
+            check_nbytes(path, "the file is too long", file.nbytes)
+            check_memory(path, file.nbytes)
+            return file.read(0, file.nbytes)
+
+    def exists(self, name: str) -> bool:
+        return exists(Path(self.path, name))
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the files that do not exist; of servers none, since each would take a request."""
+        return [name for name in names if not self.exists(name)]
+
+    def folders(self, names: Sequence[str]) -> list[str]:
+        """Return how a user writes those of `names` that are folders."""
+        return [str(self.path / name) for name in names if Path(self.path, name).is_dir()]
+
+    def identity(self, name: str) -> str | None:
+        """Return the hub's name of a file's content, which never changes; None for other files."""
+        return None
+
+    def origin(self) -> Location:
+        """Return the folder; of the hub's local cache, the URL that has the files it lacks."""
+        return self.path
+
+    def check_single(self, shards: Sequence[str]) -> None:
+        """Raise ShardNotFoundError, with what to write, if a repository holds several models."""
+
+    def opening(self) -> AbstractContextManager[None]:
+        """Return a context that keeps connections between requests."""
+        return nullcontext()
+
+    def explained(self, error: ShardNotFoundError) -> CheckpointError:
+        """Return an error of opening it with what to write instead, if that is known."""
+        return error
+
+    def settled(self, shards: Sequence[Location]) -> Location:
+        """Return the path of a checkpoint with these files: `found`, or one in the local cache."""
+        return self.found
+
+
+def exists(path: Path) -> bool:
+    """Return whether a path exists; raise CheckpointError if that cannot be found out."""
+    try:
+        return is_there(path)
+    except OSError as error:  # a folder that may not be searched, a name too long
+        raise unreadable(path, error) from error
+
+
+def expanded(path: Path) -> Path:
+    """Return a path with ``~`` replaced by the home folder, unless the path itself exists."""
+    if len(path.parts) < 2 or not path.parts[0].startswith("~") or os.path.lexists(path):
+        return path
+    return Path(os.path.expanduser(path))

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -65,7 +65,7 @@ def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
             return None
         if isinstance(file, int):
             return _sampled(file)
-        with _opened(file) as fd:
+        with Descriptor(file, os.O_RDONLY) as fd:
             return _sampled(fd)
     except (OSError, ValueError):  # ValueError: an impossible name
         return None
@@ -82,15 +82,7 @@ def is_resident(fd: int, start: int, stop: int) -> bool:
         return False
 
 
-@contextmanager
-def _opened(file: str | os.PathLike[str]) -> Iterator[int]:
-    """Yield a descriptor of a file opened for reading, closed on leaving."""
-    with Descriptor(file, os.O_RDONLY) as fd:
-        yield fd
-
-
 def _sampled(fd: int) -> float | None:
-    """Return `resident_fraction` of an open regular file."""
     nbytes = os.fstat(fd).st_size
     if not nbytes:
         return 1.0
@@ -139,7 +131,7 @@ def _readable_at_once(fd: int, nbytes: int) -> float | None:
     if nowait is None:
         return None
     # a descriptor of its own: the advice against reading ahead is for the samples only
-    with _opened(f"/proc/self/fd/{fd}") as own:
+    with Descriptor(f"/proc/self/fd/{fd}", os.O_RDONLY) as own:
         os.posix_fadvise(own, 0, 0, os.POSIX_FADV_RANDOM)
         missed, byte = set(), bytearray(1)
         offsets = [i * (nbytes - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
@@ -191,7 +183,7 @@ def drop_pages(path: Path, start: int, stop: int) -> None:
     """Advise the kernel to drop a file's unmapped pages from byte ``start`` to ``stop``."""
     if not hasattr(os, "posix_fadvise"):
         return
-    with suppress(OSError), _opened(path) as fd:
+    with suppress(OSError), Descriptor(path, os.O_RDONLY) as fd:
         os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
@@ -281,7 +273,6 @@ class PageCache:
         return ShardCache(path, self, is_own=is_own)
 
     def _decide(self) -> None:
-        """Decide for "auto", by the memory free now, whether pages are dropped from now on."""
         available = self._available()
         if available is None:
             self.reason = "kept: it is not known how much memory is free"
@@ -389,13 +380,11 @@ class ShardCache:
         return span
 
     def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the parts of a byte range that were not resident before the load."""
         first = bisect_right(self._absent, start, key=lambda run: run[1])
         last = bisect_left(self._absent, stop, key=lambda run: run[0])
         return [(max(a, start), min(b, stop)) for a, b in self._absent[first:last]]
 
     def _drop(self, start: int, stop: int) -> None:
-        """Drop the whole pages of a byte range that were not resident before the load."""
         for first, last in self._within(start, stop):
             with suppress(OSError):  # only advice
                 os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)

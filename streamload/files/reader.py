@@ -1,4 +1,4 @@
-"""The base class of readers of an open shard, and readers of several files or ranges as one.
+"""The base classes of folders and of readers, and readers of several files or ranges as one.
 
 Views are tensors whose elements are not contiguous in their file. Transposes, slices and expanded
 elements have strides; several processes may have saved a tensor in chunks. These tensors get
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate, islice
 from operator import attrgetter
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from streamload.core.units import round_up
 from streamload.files.header import Chunk, Part, View
 
 Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+#: How a load reads files of the hub: by ranges, or after a download to the local cache.
+Fetch = Literal["auto", "stream", "cache"]
 
 
 class Reader(ABC):
@@ -209,7 +213,6 @@ class PartsReader(Reader):
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[Reader]:
-        """Yield the reader of a file, which stays open unless there are many."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"{self.path}: its reader is closed")
@@ -264,7 +267,6 @@ class StridedReader(Reader):
     _how = "together with views of it"
 
     def __init__(self, reader: Reader, views: Sequence[View]) -> None:
-        """Wrap a reader of the file, closed by `close`; ``views`` are in order of first bytes."""
         super().__init__(reader.path, views[-1].stop)
         self._reader = reader
         self._views = views
@@ -370,12 +372,10 @@ def _turn(found: _Array, out: _Array) -> None:
 
 
 def _kind(itemsize: int) -> str:
-    """Return the numpy dtype that copies elements of ``itemsize`` bytes fastest."""
     return f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether elements with these strides in bytes follow each other."""
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n > 1 and stride != itemsize:
             return False

@@ -1,4 +1,4 @@
-"""Reading over HTTP: byte ranges of a file, each thread over its own connection.
+"""Reading from servers: folders, and byte ranges of a file, each thread over its own connection.
 
 Files in buckets of object stores are requested by `streamload.files.stores`, and read likewise.
 
@@ -17,19 +17,23 @@ Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
 from __future__ import annotations
 
 import io
+import os
 import random
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
 
-from streamload.core.location import Url
+from streamload.core.bounded_json import parse_json
+from streamload.core.location import Location, Url, is_url
 from streamload.core.system import install
+from streamload.core.units import format_bytes
 from streamload.errors import (
     CheckpointError,
     HeaderError,
@@ -40,7 +44,8 @@ from streamload.errors import (
 from streamload.files import connections as wire
 from streamload.files import hub, stores
 from streamload.files.connections import Patience
-from streamload.files.header import describe
+from streamload.files.header import check_nbytes, describe, most_nbytes
+from streamload.files.local import Folder
 from streamload.files.reader import Reader
 
 if TYPE_CHECKING:
@@ -69,6 +74,170 @@ _QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # before text quoted
 _jitter = random.Random()  # not the global one, which a program may have seeded
 
 
+def locate(path: str | os.PathLike[str], text: str, pinned: hub.HubFile | None) -> Location:
+    """Return the URL that a path, as ``text``, means, or a path in the hub's local cache."""
+    is_commit = isinstance(path, Url) and hub.file_of(path) is not None
+    if is_url(text) and (is_commit or not hub.is_named(text)):
+        return path if isinstance(path, Url) and path.is_shown else Url.parse(text)
+    return hub.url_of(pinned) if pinned else hub.locate(text)
+
+
+def folder_at(found: Location, path: Location) -> Folder:
+    """Return the `Folder` at ``path`` that has, or is, what was found on a server or in a cache."""
+    if isinstance(path, Path):
+        return Snapshot(found, path)
+    kind = BucketFolder if path.is_store else WebFolder if hub.file_of(path) is None else HubFolder
+    return kind(found, path)
+
+
+class WebFolder(Folder):
+    """A folder of a server that lists no files, over HTTP."""
+
+    found: Url
+    path: Url
+
+    def lengths(self) -> Mapping[str, int] | None:
+        """Return bytes of its files, and of those in its folders, by path; None if unlisted."""
+        return None
+
+    def names(self) -> list[str] | None:
+        lengths = self.lengths()
+        return None if lengths is None else sorted({"".join(p.partition("/")[:2]) for p in lengths})
+
+    def read(self, name: str) -> bytes:
+        place = self.place(name)
+        return (
+            _json(place) if isinstance(place, Url) else Folder(place, place.parent).read(place.name)
+        )
+
+    def file(self, name: str) -> Url:
+        return self.found if name == self.name else self.path / name
+
+    def exists(self, name: str) -> bool:
+        with wire.connections():
+            try:
+                _File(self.file(name), None).fill(0, memoryview(bytearray(1)))
+            except ShardNotFoundError:
+                return False
+        return True
+
+    def folders(self, names: Sequence[str]) -> list[str]:
+        return [f"{self.written()}{name.rstrip('/')}" for name in names if name.endswith("/")]
+
+    def written(self) -> str:
+        """Return how a user writes it, with a slash at its end."""
+        return str(self.path)
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        return []
+
+    def opening(self) -> AbstractContextManager[None]:
+        return wire.connections()
+
+    def explained(self, error: ShardNotFoundError) -> CheckpointError:
+        if not self.name or hub.A_FILE.fullmatch(self.name) or error.expected is not None:
+            return error
+        return replace(error, expected=f"{self.found}/ for a folder")
+
+
+class BucketFolder(WebFolder):
+    """A folder of objects in a bucket, or all of it."""
+
+    def lengths(self) -> Mapping[str, int] | None:
+        try:
+            document = parse_json(read_file(self.path, most_nbytes(self.path)))
+            return _shown({entry["rfilename"]: entry["size"] for entry in document["siblings"]})
+        except ShardNotFoundError:
+            return None
+        except CheckpointError:  # a ValueError, too
+            raise
+        except (ValueError, RecursionError, TypeError, KeyError):
+            return None
+
+
+class HubFolder(WebFolder):
+    """A folder of a repository at a commit; files that the local cache has are read there."""
+
+    def lengths(self) -> Mapping[str, int]:
+        return _shown(hub.listing(self.path) or {})
+
+    def place(self, name: str) -> Location:
+        return hub.cached(super().place(name))
+
+    def identity(self, name: str) -> str | None:
+        return str(hub.file_of(self.file(name)))
+
+    def written(self) -> str:
+        file = hub.file_of(self.path)
+        assert file is not None, self.path
+        known = hub.known_listing(file)
+        revision = known.revision if known else file.commit
+        return f"{hub.Repository(file.repo, revision, file.path)}".rstrip("/") + "/"
+
+    def check_single(self, shards: Sequence[str]) -> None:
+        listed = hub.listing(self.path) or {}
+        found = [name for name in shards or listed if name.lower().endswith(".gguf")]
+        models = {re.sub(r"-\d+-of-\d+", "", name) for name in found}
+        if listed and len(models) > bool(shards):
+            lines = [f"{self.written()}{name} ({format_bytes(listed[name])})" for name in found]
+            problem = "holds several GGUF files, or has them in folders"
+            raise ShardNotFoundError(self.path, problem, "the path of one", ", ".join(lines))
+
+    def settled(self, shards: Sequence[Location]) -> Location:
+        needed = [*shards]
+        if (config := "config.json") in (hub.listing(self.path) or ()):
+            needed.append(self.place(config))
+        if not shards or any(isinstance(path, Url) for path in needed):
+            return self.found
+        parent = shards[0].parent
+        return parent / self.name if self.name else parent
+
+
+class Snapshot(Folder):
+    """A folder of a repository in the hub's local cache, which may lack some of its files."""
+
+    found: Path
+
+    def read(self, name: str) -> bytes:
+        place = hub.cached(hub.origin(self.path / name))
+        return _json(place) if isinstance(place, Url) else super().read(name)
+
+    def identity(self, name: str) -> str | None:
+        found = hub.in_cache(Path(self.path, name))
+        return None if found is None else str(found)
+
+    def origin(self) -> Location:
+        return hub.origin(self.path)
+
+    def opening(self) -> AbstractContextManager[None]:
+        return wire.connections()
+
+    def explained(self, error: ShardNotFoundError) -> CheckpointError:
+        file, known = hub.in_cache(self.found), hub.settings()
+        if file is None or known is None:
+            return error
+        name = f"{file.repo} --revision {file.commit}"
+        line = (
+            hub.unset(name) if known.is_offline_mode() else f"`hf download {name}` brings the rest"
+        )
+        part = f"the Hugging Face cache may have a part of it, and {line}"
+        return replace(error, problem=f"{error.problem}; {part}")
+
+
+def _shown(lengths: Mapping[str, int]) -> Mapping[str, int]:
+    return {
+        path: nbytes
+        for path, nbytes in lengths.items()
+        if "\0" not in path and all(p and not p.startswith(".") for p in path.split("/"))
+    }
+
+
+def _json(url: Url) -> bytes:
+    raw = read_file(url, most_nbytes(url))
+    check_nbytes(url, "the file is too long", len(raw))
+    return raw
+
+
 def read_file(url: Url, most_nbytes: int) -> bytes:
     """Return a whole file; raise HeaderError if it is longer than ``most_nbytes``."""
     out = io.BytesIO()
@@ -89,52 +258,14 @@ class Look:
 
 def look(url: Url, most_nbytes: int) -> Look:
     """Read the first ``most_nbytes`` bytes of a file of any kind and length."""
-    with connections():
+    with wire.connections():
         return _File(url, None).look(most_nbytes)
 
 
 def download(url: Url, out: BinaryIO, most_nbytes: int) -> None:
     """Write a whole file to ``out``, rewound for retries; HeaderError above ``most_nbytes``."""
-    with connections():
+    with wire.connections():
         _File(url, None).download(out, most_nbytes)
-
-
-def exists(url: Url) -> bool:
-    """Return whether a readable file exists; raise CheckpointError without an answer."""
-    with connections():
-        try:
-            _File(url, None).read(0, memoryview(bytearray(1)))
-        except ShardNotFoundError:
-            return False
-    return True
-
-
-class RemoteFile:
-    """A `File` on a server; requests and keeps the first 256 KiB, which hold most headers."""
-
-    def __init__(self, url: Url) -> None:
-        """Request the first bytes; raise ShardNotFoundError for status 401, 403 and 404."""
-        self._url = url
-        self._file = _File(url, None)
-        self._first = self._ask(0, _FIRST_NBYTES)
-        assert self._file.nbytes is not None, "set by the response"
-        self.nbytes: int = self._file.nbytes
-
-    @property
-    def path(self) -> Url:
-        """The URL, with the version of the file."""
-        return self._url.of_version(self._file.version)
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Return bytes ``start`` to ``stop``: by one request, or none for the first 256 KiB."""
-        kept = self._first[start:stop]
-        at, stop = start + len(kept), min(stop, self.nbytes)
-        return kept + self._ask(at, stop) if at < stop else kept
-
-    def _ask(self, start: int, stop: int) -> bytes:
-        """Request bytes ``start`` to ``stop``; return fewer if the file ends before."""
-        out = memoryview(bytearray(stop - start))
-        return bytes(out[: self._file.read(start, out)])
 
 
 class HttpReader(Reader):
@@ -150,7 +281,7 @@ class HttpReader(Reader):
         super().__init__(url, file_nbytes)
         self._file = _File(url, file_nbytes)
         self._closed = False
-        _pool.enter()
+        wire.POOL.enter()
 
     def stop(self) -> None:
         self._file.stop()
@@ -159,10 +290,10 @@ class HttpReader(Reader):
         if not self._closed:
             self._closed = True
             self.stop()
-            _pool.leave()
+            wire.POOL.leave()
 
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
-        self._file.read(start, target)
+        self._file.fill(start, target)
 
     def _check_range(self, start: int, stop: int) -> None:
         if self._closed:
@@ -170,23 +301,8 @@ class HttpReader(Reader):
         super()._check_range(start, stop)
 
 
-_pool = wire.Pool()
-
-
-@contextmanager
-def connections() -> Iterator[None]:
-    """Keep connections open between the requests of the block, as an open `HttpReader` does."""
-    _pool.enter()
-    try:
-        yield
-    finally:
-        _pool.leave()
-
-
 @dataclass(eq=False)
 class _Again(Exception):
-    """Raised by a try that failed in a way that a retry may fix."""
-
     reason: str
     at_once: bool = False  # retry without waiting
     asked_seconds: float = 0.0  # the server's Retry-After
@@ -212,7 +328,7 @@ class _File:
         self.nbytes = nbytes  # the file's length; None before the first response
         self.version = url.version
         self.stopped = threading.Event()
-        self._url = url
+        self.url = url
         self._error = partial(CheckpointError, url)
         self._patience = Patience.from_environment()
         self._moved: httpx2.URL | None = None  # where redirects led
@@ -226,7 +342,7 @@ class _File:
             for attempt in self._attempts:
                 attempt.wake()
 
-    def read(self, start: int, out: memoryview) -> int:
+    def fill(self, start: int, out: memoryview) -> int:
         """Fill ``out`` from byte ``start`` on; return the bytes read, fewer at the file's end."""
         done = 0
         while done < out.nbytes and (self.nbytes is None or start + done < self.nbytes):
@@ -238,7 +354,6 @@ class _File:
         return done
 
     def _read_range(self, start: int, out: memoryview) -> int:
-        """Fill ``out`` by one request, retried for the missing bytes; return the bytes read."""
         done = 0
 
         def attempt() -> int:
@@ -284,7 +399,7 @@ class _File:
                     if len(head) > most_nbytes:
                         break
                 return Look(
-                    self._url.of_version(wire.version(response.headers, "")),
+                    self.url.of_version(wire.version(response.headers, "")),
                     int(length) if wire.DIGITS.fullmatch(length) else None,
                     response.headers.get("Content-Type", "").partition(";")[0].strip().lower(),
                     bytes(head[:most_nbytes]),
@@ -308,9 +423,7 @@ class _File:
                 for data in body:
                     if (done := done + len(data)) > most_nbytes:
                         most = f"at most {most_nbytes} bytes"
-                        raise HeaderError(
-                            self._url, "the file is too long", most, f"{done} or more"
-                        )
+                        raise HeaderError(self.url, "the file is too long", most, f"{done} or more")
                     out.write(data)
 
         self._insist(attempt)
@@ -337,24 +450,22 @@ class _File:
                     unread = self._error("cannot be read", found=found)
                     raise (gave_up(found) if gave_up else unread) from again.__cause__
                 if not again.at_once:
-                    seconds = self._patience.backoff_seconds * 2.0 ** (in_a_row - 1)
-                    seconds = min(seconds, self._patience.most_backoff_seconds)
-                    self.stopped.wait(max(asked, seconds * _jitter.uniform(0.5, 1)))
+                    seconds = self._patience.backoff(in_a_row) * _jitter.uniform(0.5, 1)
+                    self.stopped.wait(max(asked, seconds))
 
     @contextmanager
     def _response(self, wanted: range | None) -> Iterator[tuple[Response, Iterator[bytes]]]:
-        """Send a GET request; yield response and body, or raise `_Again` for a transient status."""
         moved = self._moved
         with (
             self._attempt() as attempt,
-            closing(self._send(attempt, moved or self._url.href, wanted)) as response,
+            closing(self._send(attempt, moved or self.url.href, wanted)) as response,
         ):
             status = response.status_code
             if status not in (200, 206):
                 self._drain(attempt, response)
             expired = moved is not None and status in (*_REFUSED, *_ABSENT)
             # of the hub, a signed URL may have expired when it is first used
-            signed = status in _REFUSED and hub.file_of(self._url) is not None
+            signed = status in _REFUSED and hub.file_of(self.url) is not None
             if expired or (signed and not _is_of_hub(response)):
                 self._moved = None  # redirects expire
                 raise _Again(f"{wire.status_text(status)} where a redirect had led", at_once=True)
@@ -366,7 +477,6 @@ class _File:
 
     @contextmanager
     def _attempt(self) -> Iterator[wire.Attempt]:
-        """Yield a new try for this thread, registered so that `stop` wakes it."""
         attempt = wire.Attempt(self._patience.read_seconds, self.stopped)
         with self._lock:
             self._attempts.add(attempt)
@@ -380,16 +490,15 @@ class _File:
     def _send(
         self, attempt: wire.Attempt, target: httpx2.URL | str, wanted: range | None
     ) -> Response:
-        """Send a request and follow redirects; return the response with its body unread."""
-        if (url := self._url).is_store:
+        if (url := self.url).is_store:
             make = partial(stores.Bucket, url, self._patience.connect_seconds)
-            bucket = self._call(attempt, _pool.kept, (url.scheme, url.bucket), make)
+            bucket = self._call(attempt, wire.POOL.kept, (url.scheme, url.bucket), make)
             return self._call(
                 attempt, bucket.request, url.of_version(self.version), wanted, attempt
             )
 
         def send(request: httpx2.Request) -> httpx2.Response:
-            return _pool.client().send(request, stream=True)
+            return wire.POOL.client().send(request, stream=True)
 
         request = self._call(attempt, self._request, target, wanted)
         for hops in range(_MOST_REDIRECTS):
@@ -410,11 +519,11 @@ class _File:
     def _request(self, target: httpx2.URL | str, wanted: range | None) -> httpx2.Request:
         patience = self._patience
         headers = {"Accept-Encoding": "identity", "User-Agent": "streamload"}
-        headers |= hub.authorization(self._url, str(target))
+        headers |= hub.authorization(self.url, str(target))
         if wanted is not None:
             headers["Range"] = f"bytes={wanted.start}-{wanted.stop - 1}"
         timeout = wire.httpx().Timeout(patience.read_seconds, connect=patience.connect_seconds)
-        return _pool.client().build_request("GET", target, headers=headers, timeout=timeout)
+        return wire.POOL.client().build_request("GET", target, headers=headers, timeout=timeout)
 
     def _call(self, attempt: wire.Attempt, call: Callable[..., T], *arguments: object) -> T:
         """Call a function of the HTTP library; raise `_Again` or CheckpointError for its errors.
@@ -427,7 +536,7 @@ class _File:
         except (StreamloadError, MemoryError):
             raise
         except Exception as error:
-            cause = None if self._url.is_store else wire.cause_of(error)
+            cause = None if self.url.is_store else wire.cause_of(error)
             failed = self._failure(attempt, error, cause)
         failed.__cause__ = cause  # outside of the except clause: ``error`` is no context
         raise failed
@@ -435,13 +544,12 @@ class _File:
     def _failure(
         self, attempt: wire.Attempt, error: Exception, cause: OSError | None
     ) -> _Again | CheckpointError:
-        """Return the error to raise for an error of the HTTP library with its OSError ``cause``."""
         if self.stopped.is_set():
             return self._error("reading was stopped")
         if isinstance(error, wire.OverdueError) or time.monotonic() >= attempt.until:
             return _Again(attempt.overdue)
-        if self._url.is_store:
-            found, wanted = stores.problem(error, self._url)
+        if self.url.is_store:
+            found, wanted = stores.problem(error, self.url)
             return self._error("cannot be read", wanted, found) if wanted else _Again(found)
         library, seconds = wire.httpx(), self._patience.read_seconds
         if lasting := wire.lasting(error, cause):
@@ -457,7 +565,6 @@ class _File:
         return _Again(_QUOTED.split(str(error))[0] or type(error).__name__)
 
     def _drain(self, attempt: wire.Attempt, response: httpx2.Response) -> None:
-        """Read a body of up to 16 KiB to its end, so that the connection can be reused."""
         length = response.headers.get("Content-Length", "")
         if wire.DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
             until = attempt.until
@@ -467,7 +574,6 @@ class _File:
             attempt.until = until
 
     def _check_status(self, response: Response, wanted: int) -> None:
-        """Raise CheckpointError unless a response has the wanted status and no compression."""
         status = response.status_code
         if status == wanted:
             encoding = response.headers.get("Content-Encoding", "identity")
@@ -478,14 +584,14 @@ class _File:
         found, needed = wire.status_text(status), None
         if isinstance(response, stores.StoreResponse):
             found += f" ({response.code})" * bool(response.code)
-            needed = stores.CREDENTIALS[self._url.scheme]
+            needed = stores.CREDENTIALS[self.url.scheme]
         gone = status in _ABSENT and "X-Error-Code" not in response.headers
         if status in (*_ABSENT, *_REFUSED) and not gone and _is_of_hub(response):
-            raise hub.refused(self._url, status, response.headers)
+            raise hub.refused(self.url, status, response.headers)
         if gone:
-            raise ShardNotFoundError(self._url, "no such file", found=found)
+            raise ShardNotFoundError(self.url, "no such file", found=found)
         if status in (*_ABSENT, *_REFUSED):
-            raise ShardNotFoundError(self._url, "is not there, or may not be read", needed, found)
+            raise ShardNotFoundError(self.url, "is not there, or may not be read", needed, found)
         if status == 412:
             raise self._of_another_version(found)
         if status == 200:
@@ -544,13 +650,12 @@ class _File:
     def _of_another_length(self, found: int) -> CheckpointError:
         assert self.nbytes is not None, "nothing to compare with"
         if found < self.nbytes:
-            return TruncatedFileError(self._url, "has become shorter", self.nbytes, found)
+            return TruncatedFileError(self.url, "has become shorter", self.nbytes, found)
         return HeaderError(
-            self._url, "has become longer since its header was read", self.nbytes, found
+            self.url, "has become longer since its header was read", self.nbytes, found
         )
 
     def _body(self, attempt: wire.Attempt, response: Response) -> Iterator[bytes]:
-        """Yield the pieces of a response's body; raise `_Again` if they come too slowly."""
         seconds, pieces = 2 * self._patience.read_seconds, response.iter_raw()
         got = 0
         until = time.monotonic() + seconds
@@ -573,8 +678,32 @@ class _File:
             raise self._error("reading was stopped")
 
 
+class RemoteFile(_File):
+    """A `File` on a server; requests and keeps the first 256 KiB, which hold most headers."""
+
+    nbytes: int
+
+    def __init__(self, url: Url) -> None:
+        super().__init__(url, None)
+        self._first = self._ask(0, _FIRST_NBYTES)
+
+    @property
+    def path(self) -> Url:
+        """The URL, with the version of the file."""
+        return self.url.of_version(self.version)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop``: by one request, or none for the first 256 KiB."""
+        kept = self._first[start:stop]
+        at, stop = start + len(kept), min(stop, self.nbytes)
+        return kept + self._ask(at, stop) if at < stop else kept
+
+    def _ask(self, start: int, stop: int) -> bytes:
+        out = memoryview(bytearray(stop - start))
+        return bytes(out[: self.fill(start, out)])
+
+
 def _is_of_hub(response: Response) -> bool:
-    """Whether the hub's server itself has answered, and not one that it redirects to."""
     if isinstance(response, stores.StoreResponse):
         return False
     return hub.is_endpoint(str(response.request.url))

@@ -96,7 +96,6 @@ class Bucket:
     """A client of one bucket by the environment's settings, with its event loop. Thread-safe."""
 
     def __init__(self, url: Url, connect_seconds: float) -> None:
-        """Prepare requests; raise SettingsError for settings that obstore or boto3 rejects."""
         global _pid
         if _pid not in (0, os.getpid()):
             raise _forked(url)
@@ -161,7 +160,6 @@ class Bucket:
         return StoreResponse(200 if wanted is None else 206, headers, pieces)
 
     def _listing(self, folder: Url, wait: Callable[..., Any]) -> StoreResponse:
-        """List all files below a folder, as JSON in the form of the hub: siblings."""
         prefix = folder.key
         pages = _pieces(wait, library().list(self._store, prefix or None, chunk_size=_LISTED))
         first = _answered(lambda: next(pages, []))
@@ -201,7 +199,6 @@ def problem(error: Exception, url: Url) -> tuple[str, str]:
 
 
 def _answered(call: Callable[[], Any]) -> Any:
-    """Return ``call()``, or the `StoreResponse` of the status in its error."""
     try:
         return call()
     except Exception as error:
@@ -214,12 +211,10 @@ def _answered(call: Callable[[], Any]) -> Any:
 
 
 def _lacks_credentials(text: str) -> bool:
-    """Whether obstore's text is about a request for credentials."""
     return _OF_CREDENTIALS.search(text.partition("\n")[0]) is not None
 
 
 def _pieces(wait: Callable[..., Any], stream: AsyncIterator[Any]) -> Iterator[Any]:
-    """Yield the pieces of a stream, each waited for within the deadline of the try."""
     while True:
         try:
             piece = wait(partial(anext, stream))
@@ -271,7 +266,6 @@ class _Profile:
 
 
 def _profile() -> _Profile | None:
-    """Return boto3's credentials; None without boto3, or if the environment has others."""
     if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"} & os.environ.keys():
         return None
     try:

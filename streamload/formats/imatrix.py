@@ -25,15 +25,9 @@ from streamload.core.dtypes import F32
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, HeaderError
 from streamload.files.header import Header, is_text
+from streamload.files.local import open_file
 from streamload.formats.gguf.constants import MAGIC
-from streamload.formats.reader import (
-    File,
-    Format,
-    FormatReader,
-    open_file,
-    read_exactly,
-    read_header,
-)
+from streamload.formats.reader import File, Format, FormatReader, read_exactly, read_header
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _NUMBER, _NUMBERS = struct.Struct("<i"), struct.Struct("<ii")

@@ -19,14 +19,7 @@ from typing import Any
 
 from streamload.core.dtypes import BF16, F32, parse_dtype
 from streamload.core.units import round_up
-from streamload.formats.writer import (
-    FormatWriter,
-    Model,
-    OutFile,
-    OutTensor,
-    Target,
-    placed,
-)
+from streamload.formats.writer import FormatWriter, Model, OutFile, OutTensor, Target, placed
 
 _MAGIC = 20240326
 _VERSIONS = {F32: 3, BF16: 5}

@@ -21,27 +21,19 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import FileIO
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
-from streamload.core.location import Location, Url
+from streamload.core.location import Location
 from streamload.core.registry import Registry, Row, load
 from streamload.errors import HeaderError, TruncatedFileError
-from streamload.files import remote
-from streamload.files.header import (
-    SAFETENSORS,
-    FileState,
-    Header,
-    check_tensors,
-    open_regular,
-    unreadable,
-)
+from streamload.files.folder import open_file
+from streamload.files.header import SAFETENSORS, Header, check_tensors
+from streamload.files.local import LocalFile
 
 # fmt: off
 #: Suffixes of files with weights in formats that are not read, for errors.
@@ -304,7 +296,7 @@ def read_header(
     key: str | None = None,
 ) -> Header:
     """Return the header of a file of any format; no data is read."""
-    with open_location(path) as file:
+    with open_file(path) as file:
         chosen = (format or format_of(file)).keyed(key)
         try:
             header = chosen.reader().read_header(file)
@@ -316,55 +308,3 @@ def read_header(
         header = replace(header, state=file.state)
     check_tensors(header.path, len(header.tensors))
     return header
-
-
-class LocalFile:
-    """An open local file as a `File`; ``state`` is its identity and times when it was opened."""
-
-    def __init__(self, path: Path, file: FileIO) -> None:
-        self.path = path
-        self._file = file
-        self.state = self.now()
-        self.nbytes = self.state.nbytes
-
-    def read(self, start: int, stop: int) -> bytes:
-        raw = b""
-        stop = min(stop, self.nbytes)
-        try:
-            while start < stop and (more := os.pread(self._file.fileno(), stop - start, start)):
-                raw, start = raw + more if raw else more, start + len(more)
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        return raw
-
-    def now(self) -> FileState:
-        """Return the file's present state, to detect changes."""
-        try:
-            return FileState.of(self._file.fileno())
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-
-
-@contextmanager
-def open_location(path: str | os.PathLike[str]) -> Iterator[LocalFile | remote.RemoteFile]:
-    """Yield an open file, a local one by `open_file` or one on a server, to read its header."""
-    if isinstance(path, Url):
-        with remote.connections():
-            yield remote.RemoteFile(path)
-    else:
-        with open_file(Path(path)) as file:
-            yield file
-
-
-@contextmanager
-def open_file(path: Path) -> Iterator[LocalFile]:
-    """Yield an open local file; raise on leaving if it has changed, instead of any other error."""
-    with open_regular(path) as opened:
-        if hasattr(os, "posix_fadvise"):  # pages read ahead of the rest cannot be freed for a while
-            with suppress(OSError):
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        file = LocalFile(path, opened)
-        try:
-            yield file
-        finally:
-            file.state.check(file.now(), path)

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from streamload.checkpoint.open import CheckpointLike
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
-from streamload.files.hub import cached
+from streamload.files.folder import place_of
 from streamload.files.page_cache import PageCache, ShardCache
 from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import CACHE, OF_MODELS, LoadOptions, Options, takes
@@ -134,7 +134,7 @@ class _Loop:
                 if decided.call.options.page_cache == "drop":
                     # what the kernel reads ahead of a group stays until the next group drops it
                     for shard in decided.call.checkpoint.headers:
-                        if shard not in caches and isinstance(path := cached(shard), Path):
+                        if shard not in caches and isinstance(path := place_of(shard), Path):
                             caches[shard] = PageCache("drop", to_read_nbytes=0).open(path)
                             closing.callback(caches[shard].close)
                 with uncollected():

@@ -30,7 +30,7 @@ from streamload.errors import (
     StateDictMismatchError,
     StreamloadError,
 )
-from streamload.files.hub import cached
+from streamload.files.folder import place_of
 from streamload.loading.lora import changes_of
 from streamload.loading.options import (
     CHANGES,
@@ -547,7 +547,7 @@ def _fetched(made: Plan, checkpoint: Checkpoint) -> dict[Url, int]:
     return {
         url: header.file_nbytes
         for header, kind in zip(checkpoint.shards, made.readers, strict=True)
-        if kind == "cache" and header.path in read and isinstance(url := cached(header.path), Url)
+        if kind == "cache" and header.path in read and isinstance(url := place_of(header.path), Url)
     }
 
 

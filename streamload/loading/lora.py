@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from streamload.checkpoint.digests import hasher
-from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint, read_json_file
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.weights import read_whole
 from streamload.core.location import Location, without_secrets
 from streamload.core.memory import first_that_fits
@@ -37,8 +37,8 @@ from streamload.core.patterns import ending_in
 from streamload.core.system import callers_level
 from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.files.folder import Folder, fingerprint, folder_at, locate
 from streamload.files.header import Header, Turn, check_object, describe, parse_json_object
-from streamload.files.hub import fingerprint, identity
 from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES, Architecture
 from streamload.planning.sources import HEADS, is_conv1d, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
@@ -298,9 +298,9 @@ class _Reader:
             self._adapter = replace(self._adapter, tensors=tensors)
             raw = json.dumps(self._config).encode()
         else:
-            self._path = folder / _CONFIG
+            self._path = folder.file(_CONFIG)
             try:
-                raw = read_json_file(self._path)
+                raw = folder.read(_CONFIG)
             except ShardNotFoundError as error:
                 raise replace(error, problem=f"{error.problem}; {_OTHERS}") from error
             self._config = _checked(parse_json_object(raw, self._path), self._path)
@@ -338,7 +338,7 @@ class _Reader:
             expected = ", ".join(map(str, lacking)) or "lora_A and lora_B"
             raise CheckpointError(self._path, "the adapter lacks tensors", expected, "none")
         path = shards[0].path
-        shown = identity(path) or (
+        shown = folder_at(path).identity(path.name) or (
             os.path.abspath(path.parent) if isinstance(path, Path) else path.parent
         )
         to.headers += [replace(header, metadata={}) for header in shards]
@@ -518,20 +518,20 @@ def _is_of_gguf(adapter: Checkpoint) -> bool:
     return adapter.metadata.get("general.type") == "adapter"
 
 
-def open_adapter(path: str | os.PathLike[str]) -> tuple[Checkpoint, Location]:
+def open_adapter(path: str | os.PathLike[str]) -> tuple[Checkpoint, Folder]:
     """Open the weights of an adapter, whose folder may hold its base; return them and the folder.
 
     The cache may have the weights of a repository without the configuration: both are looked for in
     the folder at the hub.
     """
-    found, folder = locate(path)
-    if found != folder:
-        return open_checkpoint(found), folder
+    folder = locate(path)
+    if folder.name:
+        return open_checkpoint(folder.found), folder
     try:
-        return open_checkpoint(folder / _FILES[0]), folder
+        return open_checkpoint(folder.file(_FILES[0])), folder
     except ShardNotFoundError as error:
         with suppress(ShardNotFoundError):
-            return open_checkpoint(folder / _FILES[1]), folder
+            return open_checkpoint(folder.file(_FILES[1])), folder
         raise replace(error, problem=f"{error.problem}; {_OTHERS}") from error
 
 

@@ -30,9 +30,9 @@ from streamload.core.patterns import Patterns, Selection
 from streamload.core.progress import Progress
 from streamload.core.units import parse_bytes
 from streamload.devices.names import environment_fp16_cast
-from streamload.files.hub import Fetch
-from streamload.files.local import ReaderKind
+from streamload.files.folder import ReaderKind
 from streamload.files.page_cache import PageCacheKind
+from streamload.files.reader import Fetch
 from streamload.loading.lora import AdaptersArgument
 from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.match import Shapes

@@ -27,17 +27,12 @@ from streamload.core.pagemap import reusable_nbytes
 from streamload.core.system import address_space_nbytes
 from streamload.core.units import format_bytes
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap
-from streamload.devices.names import (
-    default_framework,
-    framework,
-    framework_of,
-)
+from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import Fit, PlanInfeasibleError, ResidenceError, Suggestion
+from streamload.files.folder import REMOTE_KINDS, ReaderChoice, ReaderKind, choose_reader, is_of_hub
 from streamload.files.header import Header
-from streamload.files.hub import Fetch, file_of
-from streamload.files.local import REMOTE_KINDS, ReaderChoice, ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
-from streamload.files.reader import thread_nbytes
+from streamload.files.reader import Fetch, thread_nbytes
 from streamload.loading.options import Options
 from streamload.loading.place import (
     Devices,
@@ -52,12 +47,7 @@ from streamload.planning.match import Match, ModelParameters, wants_of
 from streamload.planning.match import match as match_parameters
 from streamload.planning.moves import DeviceSpec, Moves, TensorRequest, TensorRequests, kept_free
 from streamload.planning.plan import Plan
-from streamload.planning.planner import (
-    DEFAULT_CHUNK_NBYTES,
-    CastChoice,
-    PlanRequest,
-    make_plan,
-)
+from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, PlanRequest, make_plan
 from streamload.planning.quant_policy import (
     NO_QUANT,
     QuantPolicy,
@@ -100,7 +90,7 @@ def reader_choice(
     fetch: Fetch = "stream",
 ) -> ReaderChoice:
     """Choose the reader of a file, with the reason; `whole_slots`: it fills page-aligned slots."""
-    if fetch == "cache" and file_of(header.path) is not None:
+    if fetch == "cache" and is_of_hub(header.path):
         return choose_reader(header.path, "cache")
     if header.views and not isinstance(header.path, Url):
         views = "views with strides" if not header.parts else "in chunks of several files"
@@ -323,7 +313,7 @@ def _reading(
 
 def _is_mappable(options: Options, path: Location) -> bool:
     """Return whether weights may stay views on a mapped file when the load is done."""
-    downloaded = options.fetch == "cache" and file_of(path) is not None  # before a load's plan
+    downloaded = options.fetch == "cache" and is_of_hub(path)  # before a load's plan
     if options.residence == "auto" and not downloaded:  # as for a map that is gone after the load
         return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
     return options.residence != "memory" and (downloaded or not isinstance(path, Url))

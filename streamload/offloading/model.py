@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import file_kind, open_shard
+from streamload.checkpoint.shards import open_shard
 from streamload.codecs.cast_table import OutOfRange, make_cast
 from streamload.core.dtypes import DType
 from streamload.core.location import Url
@@ -175,7 +175,7 @@ class RowReader:
             raise IndexError(f"{self._info.name} has {count} rows, and not row {wrong}")
         data = np.empty(len(rows) * self._nbytes, np.uint8)
         view = memoryview(data.data)
-        reader = open_shard(self._header, file_kind(self._info.shard, "pread"))
+        reader = open_shard(self._header)
         try:
             reader.stop_ahead()  # rows are scattered in the file
             breaks = [at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1]

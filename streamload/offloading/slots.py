@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint, from_headers
-from streamload.checkpoint.shards import (
-    BLOCK_NBYTES,
-    Room,
-    Shards,
-    file_kind,
-    map_shard,
-    open_shard,
-)
+from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, map_shard, open_shard
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.system import most_open_files, populate_shared, unmap_pages
@@ -32,9 +25,10 @@ from streamload.core.tensors import first_byte
 from streamload.core.units import round_up
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import CheckpointError, OffloadError
+from streamload.files.folder import ResolvedKind, choose_reader, resolve_reader
 from streamload.files.header import FileState, Header, unreadable
-from streamload.files.local import Reader, ResolvedKind, choose_reader
 from streamload.files.page_cache import PageCache, drop_pages
+from streamload.files.reader import Reader
 from streamload.offloading.layers import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.plan import OffloadPlan
 from streamload.planning.moves import Kind
@@ -349,7 +343,7 @@ class HostFile:
 
         def kind(path: Location) -> ResolvedKind:
             if ahead or not isinstance(path, Path):
-                return file_kind(path, "auto")
+                return resolve_reader(path, "auto")
             return choose_reader(path, "auto").kind
 
         self._fd = _memory_file(nbytes)

@@ -24,7 +24,7 @@ from streamload.core.tensors import Coding, Columns, RowRange, RowTranspose
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.devices.allocators import AllocatorKind
 from streamload.errors import printed
-from streamload.files.local import ResolvedKind
+from streamload.files.folder import ResolvedKind
 from streamload.files.page_cache import PageCacheKind
 from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.moves import Kind, Move, Moves

@@ -18,7 +18,7 @@ from itertools import groupby, islice
 
 from streamload.core.interrupt import Interrupt, deferred_interrupt, nothing, without_locals
 from streamload.core.memory import STAGING, Ledger
-from streamload.files.local import Reader
+from streamload.files.reader import Reader
 from streamload.planning.plan import BATCH_UNITS, units_ahead
 from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.state import Job, Sink, StreamStats, Transfer, WorkItem

@@ -47,9 +47,9 @@ from streamload.core.system import most_open_files
 from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Addressed, Buffer, Device, QueuedWork, ReadTable, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
-from streamload.files import hub
-from streamload.files.local import REMOTE_KINDS, Reader
+from streamload.files.folder import REMOTE_KINDS, place_of
 from streamload.files.page_cache import PageCache
+from streamload.files.reader import Reader
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.moves import HOST_CASTS, Kind
 from streamload.planning.plan import BULK_NBYTES, STAGING_SLOTS, Plan, slot_nbytes
@@ -247,7 +247,7 @@ class Job:
         if isinstance(error, (FileChangedError, TruncatedFileError)) and not held_back:
             # finished ones, too: if the clock is coarse, a change is seen late
             tensors = self._checkpoint.tensors
-            files = {p for p in self._paths if error.path in (str(p), str(hub.cached(p)))}
+            files = {p for p in self._paths if error.path in (str(p), str(place_of(p)))}
             self.sink.revoke(
                 index
                 for index, p in enumerate(self.plan.placements)

@@ -20,7 +20,7 @@ from streamload.codecs.permute import kind_of, transpose
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
-from streamload.files.local import Reader
+from streamload.files.reader import Reader
 from streamload.planning.chunks import Chunk, StridedRead
 from streamload.planning.moves import Kind
 from streamload.planning.plan import Plan

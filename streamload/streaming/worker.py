@@ -20,7 +20,7 @@ import numpy as np
 from streamload.core.system import populate, released
 from streamload.devices.base import Read, StagedElements, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
-from streamload.files.local import Reader
+from streamload.files.reader import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
 from streamload.planning.moves import Kind
 from streamload.planning.plan import STAGING_SLOTS, slot_nbytes

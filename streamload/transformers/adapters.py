@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers.utils.versions import require_version
 
-from streamload.checkpoint.open import read_json_file
 from streamload.core.location import Location
 from streamload.errors import CheckpointError
+from streamload.files.folder import folder_at
 from streamload.files.header import parse_json_object
 from streamload.loading.lora import open_adapter
 
@@ -38,7 +38,7 @@ class Adapter:
         if not isinstance(found, Path) or not (found / _CONFIG).is_file():
             return None
         path = found / _CONFIG
-        config = parse_json_object(read_json_file(path), path)
+        config = parse_json_object(folder_at(found).read(_CONFIG), path)
         base = config.get("base_model_name_or_path")
         own = (found / "config.json").is_file() and not (is_named and base)
         if not (own or isinstance(base, str)) or not isinstance(config.get("peft_type"), str):

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from streamload.checkpoint.fetch import repository_of, revised
-from streamload.checkpoint.open import locate
 from streamload.core.location import Location
 from streamload.devices.names import framework
 from streamload.errors import ShardNotFoundError
-from streamload.files.hub import Repository, file_of, library, settings, url_of
+from streamload.files.folder import is_of_hub, locate
+from streamload.files.hub import Repository, library, repository_of, revised, settings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -186,9 +185,9 @@ def found_at(
     """
     path = revised(path, revision)
     asked = repository_of(path) if local_files_only else None
-    found = locate(path)[0] if asked is None else _in_cache(asked)
-    if subfolder and (file := file_of(found)) is not None:
-        return url_of(file._replace(path=f"{file.path}{subfolder.strip('/')}/"))
+    found = locate(path).found if asked is None else _in_cache(asked)
+    if subfolder and is_of_hub(found):
+        return found / f"{subfolder.strip('/')}/"
     return found / subfolder if subfolder else found
 
 

@@ -12,11 +12,12 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedModel
 
-from streamload.checkpoint.fetch import documents, repository_of
+from streamload.checkpoint.fetch import documents
 from streamload.checkpoint.open import open_checkpoint
 from streamload.core.location import Url, is_url
 from streamload.devices.names import framework
 from streamload.errors import CheckpointError, DeviceError, OffloadError
+from streamload.files.hub import repository_of
 from streamload.loading.options import NAMES, OF_PASSES, OPTIONS, OffloadOptions, Options, takes
 from streamload.loading.place import open_devices
 from streamload.offloading.offload import for_passes

@@ -19,18 +19,13 @@ import torch
 import transformers
 
 from streamload.checkpoint.fetch import download
-from streamload.checkpoint.open import (
-    Checkpoint,
-    from_headers,
-    is_of_variant,
-    open_checkpoint,
-    read_json_file,
-)
+from streamload.checkpoint.open import Checkpoint, from_headers, is_of_variant, open_checkpoint
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.location import Location, Url
 from streamload.devices.names import framework
 from streamload.errors import CheckpointError, PlanInfeasibleError, ShardNotFoundError
+from streamload.files.folder import folder_at
 from streamload.files.header import Header, parse_json_object
 from streamload.files.hub import cached, choose, file_of, listing, url_of
 from streamload.loading.load import load_under
@@ -297,7 +292,7 @@ def _model_class(where: Location, name: str, entry: tuple[str, str], files: list
 
 
 def _read(path: Location) -> dict[str, Any]:
-    return dict(parse_json_object(read_json_file(path), path))
+    return dict(parse_json_object(folder_at(path).read(path.name), path))
 
 
 def _class(library: str, name: str) -> Any:

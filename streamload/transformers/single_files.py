@@ -18,11 +18,12 @@ import transformers
 from diffusers.loaders import single_file, single_file_model, single_file_utils
 
 from streamload.checkpoint.fetch import download
-from streamload.checkpoint.open import Checkpoint, from_headers, locate, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
 from streamload.core.dtypes import F16
 from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError
 from streamload.files import hub
+from streamload.files.folder import locate
 from streamload.files.hub import Repository
 from streamload.loading.options import Options
 from streamload.loading.place import Devices
@@ -81,7 +82,7 @@ def configured(checkpoint: Checkpoint, config: Any) -> Path | Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if config is not None:
-        _, folder = locate(config)
+        folder = locate(config).path
         return _documents(folder) if isinstance(folder, Url) else folder
     stand_ins = StandIns(checkpoint)
     tensors = _named(stand_ins, checkpoint)
@@ -252,7 +253,7 @@ def in_file(
         raise CheckpointError(found, problem + instead * bool(held and not is_broken))
     folder: Location | None = documents if isinstance(documents, Path) else None
     if others is not None:
-        _, folder = locate(others)
+        folder = locate(others).path
     return Contents(folder, held, left_out)
 
 

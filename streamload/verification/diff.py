@@ -22,7 +22,7 @@ from typing import Any, get_args
 import numpy as np
 
 from streamload.checkpoint.digests import SIDECAR, Digests
-from streamload.checkpoint.open import Checkpoint, CheckpointLike, folder_of, opened
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.codecs.cast_table import OutOfRange, supported
 from streamload.codecs.decode import check_target, scales_nbytes
@@ -38,8 +38,8 @@ from streamload.core.progress import Progress, reporting
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo, whole
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.files.folder import ReaderKind, ResolvedKind, choose_reader, folder_at
 from streamload.files.header import Turn
-from streamload.files.local import ReaderKind, ResolvedKind, choose_reader
 from streamload.formats.gguf.names import is_computed
 from streamload.formats.writer import FUSED_EXPERTS
 from streamload.planning.dequantize import all_names, as_in_models, asked, dequantized
@@ -273,7 +273,7 @@ def _left(converted: Checkpoint) -> list[str]:
     if isinstance(converted.path, Url):
         return []
     try:
-        left = Digests.read(folder_of(converted.path) / SIDECAR).options.get("left")
+        left = Digests.read(folder_at(converted.path).path / SIDECAR).options.get("left")
     except CheckpointError:
         return []
     return [each for each in left if isinstance(each, str)] if isinstance(left, list) else []
@@ -315,7 +315,7 @@ def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
     """
     first, second = opened(a), opened(b)
     try:
-        options = Digests.read(folder_of(second.path) / SIDECAR).options
+        options = Digests.read(folder_at(second.path).path / SIDECAR).options
     except CheckpointError:
         return {}
     is_gguf = any(header.format == _GGUF for header in second.shards)

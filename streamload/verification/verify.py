@@ -24,7 +24,6 @@ from streamload.checkpoint.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.checkpoint.open import (
     Checkpoint,
     CheckpointLike,
-    folder_of,
     from_headers,
     open_checkpoint,
     opened,
@@ -41,6 +40,7 @@ from streamload.core.units import format_bytes, format_table
 from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
 from streamload.errors import CheckpointError, TruncatedFileError, printable
+from streamload.files.folder import folder_at
 from streamload.files.header import open_regular
 from streamload.files.hub import origin
 from streamload.files.local import Guard
@@ -356,7 +356,7 @@ def verify_checkpoint(
     begun = time.monotonic()
     chosen = Selection.parse(select, exclude)
     checkpoint = _in_files(opened(path))
-    folder = folder_of(checkpoint.path)
+    folder = folder_at(checkpoint.path).path
     digests = Digests.read(folder / SIDECAR)
     block_nbytes, kind = way([checkpoint])
     room = Room(block_nbytes, ahead=True)

@@ -18,12 +18,7 @@ from safetensors_files import header_bytes, write_safetensors
 from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
 from streamload.codecs.weights import scale_of
 from streamload.conversion.convert import convert
-from streamload.errors import (
-    CheckpointError,
-    HeaderError,
-    ShardNotFoundError,
-    TruncatedFileError,
-)
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
 from streamload.formats.reader import read_header
 from streamload.verification.diff import diff
 

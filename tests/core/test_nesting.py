@@ -71,6 +71,7 @@ PROGRAM = """
     from streamload.conversion.companions import _is_json
     from streamload.checkpoint.digests import Digests
     from streamload.distributed.index import Index
+    from streamload.files.folder import folder_at
     from streamload.planning.plan import Plan
 
     text = path.read_bytes()
@@ -78,7 +79,7 @@ PROGRAM = """
         "checkpoint": lambda: open_checkpoint(path.parent),
         "plan": lambda: Plan.from_json(text.decode()),
         "sidecar": lambda: Digests.from_json(text, path),
-        "index": lambda: Index.read(text, path, path.parent),
+        "index": lambda: Index.read(text, folder_at(path)),
         "journal": lambda: print(_whole_lines(text)),
         "copied": lambda: print(_is_json(text, whole=True)),
     }[sys.argv[2]]

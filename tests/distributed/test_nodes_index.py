@@ -14,11 +14,12 @@ from remote_server import serve
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.checkpoint.open import Checkpoint, from_headers, locate, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
 from streamload.core.dtypes import BY_CODE
 from streamload.core.location import Url
 from streamload.distributed.index import Index, check_present, write_index
 from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.files.folder import folder_at, locate
 from streamload.formats.safetensors import parse_header
 
 ODD = ("", " ", "a/b", "ü€😀", "\x00\x1f", '"quoted"\\', "__metadata", "x" * 3000)
@@ -42,7 +43,7 @@ def moved(path: Path, to: Path) -> Index:
     """The index of a checkpoint as a rank has it that finds it elsewhere."""
     data = write_index(open_checkpoint(path))
     shutil.copytree(path if path.is_dir() else path.parent, to)
-    return Index.read(data, *locate(to if path.is_dir() else to / path.name))
+    return Index.read(data, locate(to if path.is_dir() else to / path.name))
 
 
 def test_every_kind_of_header_comes_back(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_sixty_thousand_tensors_take_half_a_megabyte(tmp_path: Path) -> None:
     data = write_index(made)
     assert len(header) == 59_940
     assert len(data) < 500_000
-    same(made, Index.read(data, *locate(url)).checkpoint)
+    same(made, Index.read(data, locate(url)).checkpoint)
 
 
 def test_a_single_file_may_have_another_name(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_single_file_may_have_another_name(tmp_path: Path) -> None:
     here = write_safetensors(tmp_path / "a/x.safetensors", {"t": ("U8", (4,), b"abcd")})
     there = tmp_path / "y.safetensors"
     shutil.copy(here, there)
-    index = Index.read(write_index(open_checkpoint(here)), *locate(there))
+    index = Index.read(write_index(open_checkpoint(here)), locate(there))
     assert index.check() == []
     assert [header.path for header in index.checkpoint.shards] == [there]
 
@@ -166,7 +167,7 @@ def test_digests_are_compared_where_both_have_them(tmp_path: Path) -> None:
     here, there = (tmp_path / name for name in names)
 
     def found(host: str = "two") -> bool:
-        index = Index.read(write_index(open_checkpoint(here), "one"), *locate(there))
+        index = Index.read(write_index(open_checkpoint(here), "one"), locate(there))
         assert index.check() == []
         return index.is_sampled(host)
 
@@ -235,11 +236,11 @@ def test_urls(tmp_path: Path) -> None:
     with serve({"/m/model.safetensors": file.read_bytes()}) as site:
         data = write_index(open_checkpoint(f"{site.url}m/"))
         asked = len(site.requests)
-        index = Index.read(data, *locate(f"{site.url}m/"))
+        index = Index.read(data, locate(f"{site.url}m/"))
         assert index.check() == []
         assert len(site.requests) == asked
         same(open_checkpoint(f"{site.url}m/"), index.checkpoint)
-    local = Index.read(data, *locate(tmp_path))  # rank 0 had a URL, this one has the file
+    local = Index.read(data, locate(tmp_path))  # rank 0 had a URL, this one has the file
     assert local.check() == []
     assert local.checkpoint.shards[0].path == file
 
@@ -251,6 +252,6 @@ def test_the_version_of_what_a_server_has_goes_along(tmp_path: Path) -> None:
     url = Url.parse("http://127.0.0.1:1/x.safetensors")
     (header,) = local.shards
     remote = from_headers(url, [replace(header, path=url.of_version("etag-1"))])
-    (read,) = Index.read(write_index(remote), url, url.parent).checkpoint.shards
+    (read,) = Index.read(write_index(remote), folder_at(url)).checkpoint.shards
     assert read.path == url.of_version("etag-1")
     assert {info.shard for info in read.tensors} == {url.of_version("etag-1")}

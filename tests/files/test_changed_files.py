@@ -29,7 +29,8 @@ from streamload.conversion import convert, writing
 from streamload.conversion.blocks import Way
 from streamload.core import progress
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
-from streamload.files.local import MmapReader, choose_reader, open_reader
+from streamload.files.folder import choose_reader, open_reader
+from streamload.files.local import MmapReader
 from streamload.formats.reader import read_header
 from streamload.verification.diff import diff
 from streamload.verification.verify import verify, verify_checkpoint

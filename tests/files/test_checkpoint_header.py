@@ -17,12 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors_files import header_bytes, write_safetensors
 
 from streamload.core.dtypes import BY_CODE
-from streamload.errors import (
-    CheckpointError,
-    HeaderError,
-    ShardNotFoundError,
-    TruncatedFileError,
-)
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
 from streamload.files.header import MAX_HEADER_NBYTES, Header
 from streamload.formats.reader import read_header
 from streamload.formats.safetensors import parse_header

@@ -27,7 +27,7 @@ from safetensors_files import header_bytes
 
 from streamload.core.system import filesystem_of
 from streamload.files import page_cache
-from streamload.files.local import ResolvedKind, open_reader
+from streamload.files.folder import ResolvedKind, open_reader
 from streamload.files.page_cache import MARGIN_NBYTES, PageCache, PageCacheKind, resident_fraction
 from streamload.formats.reader import read_header
 
@@ -498,7 +498,7 @@ IN_BOX = """
     from contextlib import closing
     from pathlib import Path
     from streamload.files.page_cache import PageCache, resident_fraction
-    from streamload.files.local import open_reader
+    from streamload.files.folder import open_reader
     from streamload.core.memory import available_host_nbytes
 
     path = Path(sys.argv[1])

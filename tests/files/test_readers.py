@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from parameters import few
+from safetensors_files import write_safetensors
 
 from streamload.bench.compare import forget
 from streamload.core import system
@@ -25,23 +26,11 @@ from streamload.core.system import (
     map_privately,
     populate_shared,
 )
-from streamload.errors import (
-    CheckpointError,
-    HeaderError,
-    ShardNotFoundError,
-    TruncatedFileError,
-)
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
 from streamload.files import local as readers
 from streamload.files import page_cache
-from streamload.files.local import (
-    MAPPED_FILESYSTEMS,
-    MmapReader,
-    PreadReader,
-    choose_reader,
-    open_reader,
-    reader_for,
-    resolve_reader,
-)
+from streamload.files.folder import choose_reader, open_reader, reader_for, resolve_reader
+from streamload.files.local import MAPPED_FILESYSTEMS, MmapReader, PreadReader
 
 Kind = Literal["mmap", "pread", "direct"]
 KINDS: tuple[Kind, ...] = ("mmap", "pread", "direct")
@@ -79,6 +68,20 @@ def run(program: str, *arguments: object) -> str:
     )
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout
+
+
+def test_local_files_need_no_code_of_servers(tmp_path: Path) -> None:
+    """A load and a conversion of a folder import nothing of HTTP, buckets and the Hub."""
+    write_safetensors(tmp_path / "in" / "model.safetensors", {"a": ("F32", [64], bytes(256))})
+    program = """
+        import sys, streamload
+        path, out = sys.argv[1:]
+        streamload.load_state_dict(None, path, device="host", progress=False)
+        streamload.convert(path, out, progress=False)
+        servers = ("connections", "hub", "remote", "stores")
+        print([name for name in servers if f"streamload.files.{name}" in sys.modules])
+    """
+    assert run(program, tmp_path / "in", tmp_path / "out") == "[]\n"
 
 
 @every_reader
@@ -224,7 +227,7 @@ def test_file_beyond_the_address_space_cannot_be_mapped(tmp_path: Path) -> None:
     program = """
         import resource, sys
         from pathlib import Path
-        from streamload.files.local import open_reader
+        from streamload.files.folder import open_reader
         from streamload.errors import CheckpointError
 
         path, nbytes = Path(sys.argv[1]), int(sys.argv[2])
@@ -280,7 +283,7 @@ def test_no_signal_while_another_process_truncates(tmp_path: Path, kind: Kind) -
     program = """
         import os, sys, time
         from pathlib import Path
-        from streamload.files.local import open_reader
+        from streamload.files.folder import open_reader
         from streamload.errors import CheckpointError
 
         path, kind, nbytes, page, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
@@ -318,16 +321,18 @@ def test_population_past_the_end_is_an_error_and_no_signal(tmp_path: Path) -> No
     program = """
         import fcntl, os, sys
         from pathlib import Path
-        from streamload.files.local import MmapReader
+        from streamload.files.local import FileMap, MmapReader
         from streamload.errors import CheckpointError
 
-        class LateTruncation(MmapReader):  # after the lease was looked at, before the map is
-            def _populate(self, held, start, stop):
-                fcntl.fcntl(self.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
-                os.truncate(self.path, 100)
-                super()._populate(held, start, stop)
+        populate = FileMap.populate
 
-        reader = LateTruncation(Path(sys.argv[1]), 1_000_000)
+        def late(held, start, stop):  # after the lease was looked at, before the map is
+            fcntl.fcntl(reader.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            os.truncate(reader.path, 100)
+            return populate(held, start, stop)
+
+        FileMap.populate = late
+        reader = MmapReader(Path(sys.argv[1]), 1_000_000)
         try:
             with reader.view(500_000, 600_000) as view:
                 print(view[0])
@@ -383,7 +388,7 @@ def large_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 MEMORY = """
     import re, sys, threading
     from pathlib import Path
-    from streamload.files.local import open_reader
+    from streamload.files.folder import open_reader
 
     path, kind, nbytes, window, threads = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 

@@ -35,13 +35,8 @@ from safetensors_files import write_safetensors
 
 from streamload.checkpoint.open import open_checkpoint
 from streamload.core.location import Url
-from streamload.errors import (
-    CheckpointError,
-    HeaderError,
-    ShardNotFoundError,
-    TruncatedFileError,
-)
-from streamload.files.local import choose_reader, open_reader, resolve_reader
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
+from streamload.files.folder import choose_reader, open_reader, resolve_reader
 from streamload.files.remote import HttpReader, Patience, read_file
 from streamload.formats.reader import read_header
 

@@ -34,7 +34,7 @@ from streamload.errors import (
 )
 from streamload.files import remote
 from streamload.files.connections import Patience
-from streamload.files.local import choose_reader
+from streamload.files.folder import choose_reader, folder_at
 from streamload.files.remote import HttpReader
 
 needs.module("obstore")
@@ -146,8 +146,8 @@ def test_names_are_those_of_urls(bucket: Site) -> None:
     assert remote.read_file(Url.parse("s3://models/llama/a%20b%25%23%C3%BC+"), 10) == b"words"
     assert remote.read_file(Url.parse("s3://models/llama/empty"), 10) == b""
     bucket.always[f"{FOLDER}empty"] = bucket.always[F] = Answer()
-    assert remote.exists(Url.parse("s3://models/llama/empty"))
-    assert not remote.exists(Url.parse("s3://models/llama/f"))
+    assert folder_at(Url.parse("s3://models/llama/")).exists("empty")
+    assert not folder_at(Url.parse("s3://models/llama/")).exists("f")
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_a_stop_leaves_the_connections_of_others(tmp_path: Path) -> None:
 PROGRAM = """
     import sys, time
     import streamload
-    from streamload.files.remote import connections
+    from streamload.files.connections import connections
     import httpx2, httpcore2
     try:
         checkpoint = streamload.open_checkpoint(sys.argv[1]) if sys.argv[2] == "load" else None

@@ -18,6 +18,7 @@ from streamload.core.dtypes import BY_CODE
 from streamload.core.tensors import TensorInfo
 from streamload.distributed.index import Index, _tuples, write_index
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
+from streamload.files.folder import folder_at
 from streamload.files.header import Header, Stored, Turn
 from streamload.formats.reader import FORMATS, File, Format, FormatReader, read_exactly
 
@@ -220,7 +221,7 @@ def test_what_headers_say_goes_to_other_processes(tmp_path: Path) -> None:
     arrays = some() | {"w.weight": np.zeros((4, 18), np.uint8)}
     write_tiny(tmp_path / "model.tiny", arrays, stored=stored, turns=turns, config={"a": 1})
     checkpoint = streamload.open_checkpoint(tmp_path / "model.tiny")
-    index = Index.read(write_index(checkpoint), checkpoint.path, tmp_path)
+    index = Index.read(write_index(checkpoint), folder_at(checkpoint.path))
     for other in (pickle.loads(pickle.dumps(checkpoint)), index.checkpoint):
         assert dict(other.tensors) == dict(checkpoint.tensors)
         assert other.turns == checkpoint.turns

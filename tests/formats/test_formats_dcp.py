@@ -25,8 +25,8 @@ import streamload
 from streamload.checkpoint.open import open_checkpoint
 from streamload.distributed.index import Index, write_index
 from streamload.errors import CheckpointError, FileChangedError, HeaderError, ShardNotFoundError
+from streamload.files.folder import ReaderKind, folder_at, open_reader
 from streamload.files.header import Chunk, Part, View
-from streamload.files.local import ReaderKind, open_reader
 from streamload.verification.diff import diff
 
 torch = needs.module("torch")
@@ -143,7 +143,7 @@ def test_other_processes_and_ranks(saved: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(saved / "meshes")
     check(pickle.loads(pickle.dumps(checkpoint)), of_dcp(saved / "meshes"))
     message = write_index(checkpoint)
-    index = Index.read(message, saved / "meshes", saved / "meshes")
+    index = Index.read(message, folder_at(saved / "meshes"))
     assert index.checkpoint.shards[0].views == checkpoint.shards[0].views
     assert index.check() == []
     check(index.checkpoint, of_dcp(saved / "meshes"))
@@ -151,7 +151,7 @@ def test_other_processes_and_ranks(saved: Path, tmp_path: Path) -> None:
     data = bytearray((copy / "__1_0.distcp").read_bytes())
     (copy / "__1_0.distcp").write_bytes(data[::-1])
     with pytest.raises(CheckpointError, match="is not the file that rank 0 has"):
-        Index.read(message, copy, copy).check()
+        Index.read(message, folder_at(copy)).check()
 
 
 def test_files_that_do_not_belong_together(saved: Path, tmp_path: Path) -> None:

@@ -31,12 +31,9 @@ import streamload
 from streamload.checkpoint.open import open_checkpoint
 from streamload.distributed.gather import shared_ranges
 from streamload.distributed.index import Index, write_index
-from streamload.errors import (
-    ResidenceError,
-    StateDictMismatchError,
-)
+from streamload.errors import ResidenceError, StateDictMismatchError
+from streamload.files.folder import ReaderKind, folder_at, open_reader
 from streamload.files.header import View
-from streamload.files.local import ReaderKind, open_reader
 from streamload.verification.diff import diff
 
 torch = needs.module("torch")
@@ -511,7 +508,7 @@ def test_other_processes_and_ranks(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     torch.save(_views(), path)
     checkpoint = open_checkpoint(path)
-    indexed = Index.read(write_index(checkpoint), path, tmp_path).checkpoint
+    indexed = Index.read(write_index(checkpoint), folder_at(path)).checkpoint
     for other in (indexed, pickle.loads(pickle.dumps(checkpoint))):
         assert dict(other.tensors) == dict(checkpoint.tensors)
         assert other.shards[0].views == checkpoint.shards[0].views

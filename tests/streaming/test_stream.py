@@ -38,8 +38,10 @@ from streamload.errors import (
     OutOfRangeError,
     TruncatedFileError,
 )
+from streamload.files.folder import ResolvedKind
 from streamload.files.header import Header
-from streamload.files.local import PreadReader, Reader, ResolvedKind
+from streamload.files.local import PreadReader
+from streamload.files.reader import Reader
 from streamload.planning.chunks import chunks
 from streamload.planning.moves import TensorRequest
 from streamload.planning.transforms import NO_CHANGES

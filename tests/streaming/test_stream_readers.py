@@ -24,7 +24,7 @@ from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.core.memory import STAGING, Ledger
 from streamload.core.system import filesystem_and_length
 from streamload.core.tensors import RowRange, RowTranspose
-from streamload.files.local import DIRECT_FILESYSTEMS
+from streamload.files.folder import DIRECT_FILESYSTEMS
 from streamload.files.page_cache import resident_fraction
 from streamload.planning.chunks import Chunk, StridedRead
 from streamload.planning.moves import DeviceSpec, TensorRequest

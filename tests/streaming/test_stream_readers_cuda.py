@@ -18,7 +18,7 @@ from streamload import Budget
 from streamload.checkpoint.open import open_checkpoint
 from streamload.core.system import filesystem_and_length
 from streamload.errors import PlanInfeasibleError
-from streamload.files.local import DIRECT_FILESYSTEMS
+from streamload.files.folder import DIRECT_FILESYSTEMS
 from streamload.files.page_cache import resident_fraction
 from streamload.loading.report import LoadReport
 from streamload.planning.plan import Plan

@@ -24,7 +24,7 @@ from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.devices.base import DeviceInfo, StagedElements, Staging
 from streamload.errors import CheckpointError, DeviceError
-from streamload.files.local import Reader
+from streamload.files.reader import Reader
 
 FILL = 0xA5  # what fresh memory holds
 _ONE_MORE = bytes(min(count + 1, 255) for count in range(256))

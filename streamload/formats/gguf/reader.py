@@ -32,6 +32,7 @@ from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo, records
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
+from streamload.files.folder import open_file
 from streamload.files.header import (
     MAX_HEADER_NBYTES,
     Header,
@@ -58,7 +59,7 @@ from streamload.formats.gguf.constants import (
 )
 from streamload.formats.gguf.names import MOST_LAYERS, ROPE_TENSORS, config_of, unsaid_of
 from streamload.formats.gguf.placement import FileTensor, in_models
-from streamload.formats.reader import File, FormatReader, open_location
+from streamload.formats.reader import File, FormatReader
 from streamload.formats.writer import numbered
 
 _FIRST_NBYTES = 2**18  # of the first read
@@ -157,7 +158,7 @@ class GGUF(FormatReader):
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
         """Return the tokenizer's files by name, {} if no file has one."""
         for header in headers:
-            with open_location(header.path) as file:
+            with open_file(header.path) as file:
                 metadata = _Cursor(file).metadata(arrays=True)[0]
             if "tokenizer.ggml.model" in metadata:
                 found = gguf_vocabulary.from_gguf(header.path, metadata)
@@ -242,7 +243,7 @@ def _others(path: Location, number: int, count: int) -> list[Location]:
 
 def _read_other(path: Location) -> tuple[dict[str, Any], list[FileTensor], int]:
     """Return metadata, tensors and first data byte of another file of the set; see `_read`."""
-    with open_location(path) as file:
+    with open_file(path) as file:
         return _read(file)
 
 

@@ -38,13 +38,7 @@ from streamload.formats.gguf.layout import (
     split_metadata,
 )
 from streamload.formats.gguf.mixture import EMBEDDING, HEAD, MIXTURES, Mixer
-from streamload.formats.gguf.model import (
-    architecture_of,
-    metadata,
-    numbers,
-    rope_bytes,
-    type_of,
-)
+from streamload.formats.gguf.model import architecture_of, metadata, numbers, rope_bytes, type_of
 from streamload.formats.gguf.names import is_computed
 from streamload.formats.gguf.sizes import check_head, check_shapes
 from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf

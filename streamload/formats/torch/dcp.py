@@ -20,14 +20,9 @@ from typing import Any, NamedTuple, TypeGuard
 from streamload.core.dtypes import BY_NAME, DType
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.files.header import Chunk, Header, Part, describe
+from streamload.files.local import LocalFile, open_file
 from streamload.formats.chunks import Chunked, Piece, joined
-from streamload.formats.reader import (
-    File,
-    FormatReader,
-    LocalFile,
-    open_file,
-    read_exactly,
-)
+from streamload.formats.reader import File, FormatReader, read_exactly
 from streamload.formats.torch.archive import Archive, TorchSave
 from streamload.formats.torch.choosing import chosen
 from streamload.formats.torch.globals import (
