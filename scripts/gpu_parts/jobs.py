@@ -350,6 +350,7 @@ class Devices:
             _ = made @ made  # cuBLAS's workspace
         self.finish()
         self._base_nbytes = {n: torch.cuda.memory_allocated(n) for n in self._on_cuda}
+        self._base_used = {n: self._used_nbytes(n) for n in self._on_cuda}
         for name in self._on_cuda:
             torch.cuda.reset_peak_memory_stats(name)
 
@@ -371,6 +372,17 @@ class Devices:
         import torch
 
         return {n: torch.cuda.max_memory_allocated(n) - b for n, b in self._base_nbytes.items()}
+
+    @staticmethod
+    def _used_nbytes(name: str) -> int:
+        import torch
+
+        free, total = torch.cuda.mem_get_info(name)
+        return int(total - free)
+
+    def driver_nbytes(self) -> int:
+        """Return the bytes above those of the start now, by the driver, of the fullest device."""
+        return max((self._used_nbytes(n) - b for n, b in self._base_used.items()), default=0)
 
     def peak_nbytes(self) -> int:
         """Return the most bytes above those of the start, of the fullest device."""
@@ -544,7 +556,7 @@ def model(
             wrong = on.over(given["budget"])
             if budget is not None and not opened[0].streamload_offload.report.read_nbytes:
                 wrong = wrong or "no weight streams: the budget holds all"
-            yield {"step": "budget", "wrong": wrong}
+            yield {"step": "budget", "wrong": wrong, "driver_nbytes": on.driver_nbytes()}
         time.sleep(_IDLE_S)
         yield compared("idle pass")
         prompt = ids[:, : _prompt(count)]

@@ -356,7 +356,10 @@ def _prepare(run: Run, only: str) -> None:
 
         def llama() -> None:
             _finish(run, "llama", "write_llamas", nbytes=nbytes, **where)
-            if models & {"stored nf4", "offload nf4, two processes"} and "llama" not in run.failed:
+            if (
+                models & {"stored nf4", "offload nf4, two processes", "two ranks, offload nf4"}
+                and "llama" not in run.failed
+            ):
                 pool.submit(_finish, run, "llama-nf4", "write_nf4", **where)
             if models != {"load"}:
                 _expect(run, "llama")
@@ -466,6 +469,7 @@ def _two_rows(run: Run, only: str) -> Iterator[_Row]:
     budget = _TINY_BUDGET if run.rehearsed else _BUDGET
     near = str(run.work / "expected-llama-nf4.pt")
     nf4_budget = 0 if run.rehearsed else _NF4_BUDGET
+    rank_nf4_budget = _TINY_BUDGET if run.rehearsed else _NF4_BUDGET
     share = _TINY_TWO_NBYTES if run.rehearsed else _SHARE
     split = {
         "": {},
@@ -495,8 +499,11 @@ def _two_rows(run: Run, only: str) -> Iterator[_Row]:
     found.append(("offload nf4, two processes", "jobs:model", packed, own))
     given = {"path": llama, "expected": expected, "budget": budget, "devices": devices}
     found.append(("offload, two models of a process", "two_jobs:both", given, ({},)))
-    given = {"path": llama, "budget": budget}
-    found.append(("two ranks, offload", "two_jobs:rank_offload", given, ranks))
+    of_ranks = {"path": llama, "expected": expected, "exact": True, "budget": budget}
+    found.append(("two ranks, offload", "two_jobs:rank_offload", of_ranks, ranks))
+    packed = {"path": nf4, "expected": near, "exact": False, "budget": rank_nf4_budget}
+    of_ranks = of_ranks | packed
+    found.append(("two ranks, offload nf4", "two_jobs:rank_offload", of_ranks, ranks))
     for name, function, arguments, each in found:
         if fnmatch.fnmatch(name, only):
             trace = str(run.work / f"trace-{name}".replace(" ", "-"))
