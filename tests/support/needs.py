@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -38,7 +38,27 @@ def module(name: str, *, needed: bool = IN_CI, where: str = "in CI") -> ModuleTy
 
 def runtime(name: str) -> ModuleType:
     """Import what only ``scripts/test --all`` installs: there it is needed; else skip without."""
-    return module(name, needed=HAS_RUNTIMES, where="with scripts/test --all")
+    found = module(name, needed=HAS_RUNTIMES, where="with scripts/test --all")
+    if name == "llama_cpp":
+        _without_amx(found.llama_cpp)
+    return found
+
+
+def _without_amx(library: ModuleType) -> None:
+    """Keep llama.cpp from its kernels for AMX, whose first instruction may end the process.
+
+    ``ldtilecfg`` is a general protection fault in some virtual machines (llama-cpp-python 0.3.36).
+    """
+    defaults = library.llama_model_default_params
+    if defaults.__name__ == "plain":
+        return
+
+    def plain() -> Any:
+        given = defaults()
+        given.use_extra_bufts = False
+        return given
+
+    library.llama_model_default_params = plain  # type: ignore[attr-defined]
 
 
 def device(name: str) -> None:
