@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -365,7 +366,10 @@ def test_a_script_that_ends_without_close_ends_at_once(path: Path, _: int) -> No
     assert process.stdout is not None
     assert process.stdout.readline() == "ran\n"
     begun = time.monotonic()
-    assert process.communicate(timeout=60) == ("1\n", "")
+    out, err = process.communicate(timeout=60)
+    assert out == "1\n"
+    # torchao says on import which of its libraries it could not load
+    assert [line for line in err.splitlines() if not re.search("torchao|pytree", line)] == []
     assert time.monotonic() - begun < 30
     assert process.returncode == 0
 
