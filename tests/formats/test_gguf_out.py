@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,6 @@ from gguf_models import (
 from safetensors_files import write_safetensors
 
 from streamload.cli import main
-from streamload.codecs.scheme import SCHEMES
-from streamload.core.dtypes import BF16
 from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastError
 from streamload.formats.gguf.vocabulary import from_gguf
 
@@ -253,29 +249,6 @@ def test_the_command(
     assert fields["tokenizer.ggml.model"] == "no_vocab"
     assert fields["gpt2.vocab_size"] == tensors["token_embd.weight"][1][0]
     assert tensors == made_by_gguf_py(source, "Q8_0")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
-def test_quantizing_is_five_times_as_fast_as_gguf_pys(quant: str) -> None:
-    """The kernel of the pass against gguf-py's numpy, each on one thread, from bfloat16."""
-    shape = (1024, 2048)
-    values = np.random.default_rng(0).normal(size=shape).astype(BF16.numpy)
-    weight = SCHEMES[quant].of(shape, BF16)
-    data = memoryview(values.view(np.uint8).reshape(-1))
-    out = memoryview(bytearray(weight.parts[0].nbytes))
-    kind = gguf.GGMLQuantizationType[quant.upper()]
-    weight.encoder(BF16).encode(data, out, 0)  # it is compiled
-    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for _ in range(5):
-        begun = time.thread_time()
-        weight.encoder(BF16).encode(data, out, 0)
-        seconds["ours"].append(time.thread_time() - begun)
-        begun = time.thread_time()
-        theirs = gguf.quants.quantize(values.astype(np.float32), kind)
-        seconds["theirs"].append(time.thread_time() - begun)
-    assert bytes(out) == theirs.tobytes()
-    assert 5 * statistics.median(seconds["ours"]) < statistics.median(seconds["theirs"]), seconds
 
 
 # --- what is refused ------------------------------------------------------------------------------
