@@ -169,11 +169,12 @@ class Agreement:
             return in_order_of(made, owner.parameters(model), fills)
 
         def write() -> bytes:
-            """Return rank 0's message: a line of JSON, and the index.
+            """Return rank 0's message: a line of JSON with what it decides, and the index.
 
-            The line has the weights to dequantize, the commit if it is a repository's,
-            transformers' plan for tensor parallelism if tensors are split, whether a
-            Conv1D's weights are in the order of models, and the dtype of `DTypePolicy.alike`.
+            "dequantized": weights; "file": the commit if it is a repository's; "styles":
+            transformers' plan for tensor parallelism if tensors are split; "in_order": whether a
+            Conv1D's weights are in the order of models; "alike": the dtype of
+            `DTypePolicy.alike`, or None.
             """
             there = locate(asked.path).found
             found = open_checkpoint(there)
@@ -183,26 +184,32 @@ class Agreement:
             styles = {} if mesh is None else styles_of(found.config)
             made = dequantized(found, weights)
             alike = of_one_dtype(model, made, asked.options.policy).alike
-            facts = weights, file_of(there), styles, in_order(made) is not made
-            line = json.dumps([*facts, alike and alike.name])
-            return line.encode() + b"\n" + write_index(found, session.me.host)
+            decided = {
+                "dequantized": weights,
+                "file": file_of(there),
+                "styles": styles,
+                "in_order": in_order(made) is not made,
+                "alike": alike and alike.name,
+            }
+            return json.dumps(decided).encode() + b"\n" + write_index(found, session.me.host)
 
         line, _, data = session.share("the checkpoint", write).partition(b"\n")
+        decided: dict[str, Any] = json.loads(line)
 
         def check() -> tuple[tuple[Index, list[str]], bool]:
             """Return the index and missing files, and whether files were compared only in parts."""
-            weights, file, _, in_order, _ = json.loads(line)
+            file = decided["file"]
             pinned = HubFile(*file) if file else None  # all ranks read one commit
             index = Index.read(data, locate(asked.path, pinned))
             missing = index.check()
-            made = dequantized(index.checkpoint, weights)
-            made = as_in_models(made) if in_order else made
+            made = dequantized(index.checkpoint, decided["dequantized"])
+            made = as_in_models(made) if decided["in_order"] else made
             return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
         (self.index, self._missing), sampled = session.stage("its files", check)
-        _, _, styles, _, alike = json.loads(line)
-        self.mesh = mesh and replace(mesh, styles=styles)
-        policy = replace(asked.options.policy, alike=BY_NAME[alike] if alike else None)
+        self.mesh = mesh and replace(mesh, styles=decided["styles"])
+        alike = BY_NAME[decided["alike"]] if decided["alike"] else None
+        policy = replace(asked.options.policy, alike=alike)
         self.asked = asked = replace(asked, options=replace(asked.options, policy=policy))
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
