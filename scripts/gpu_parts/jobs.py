@@ -27,7 +27,7 @@ Lap = Callable[[], dict[str, Any]]
 #: `tests/house/test_gpu.py` shows that they tell a wrong scale or row.
 LOGITS_TIMES, ROWS_TIMES = 2.0, 3.0
 _IMAGE_TOLERANCE = 0.05  # |found - expected| / |expected - its mean|: convolutions may differ
-_PASSES = 5
+PASSES = 5
 _IDLE_S = 3.0
 _TOKENS = 8  # generated
 _PROMPT = 16  # tokens, where a pass has more than one
@@ -405,6 +405,17 @@ class Devices:
         return found, time.perf_counter() - begun
 
 
+def passes(on: Devices, work: Callable[[], Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield what the first pass returns, and the last of `PASSES` more, each with its facts."""
+    for step, times in (("first pass", 1), ("pass", PASSES)):
+        took = []
+        for _ in range(times):
+            found, seconds = on.timed(work)
+            took.append(seconds)
+        said = {"step": step, "seconds": median(took), "device_nbytes": on.peak_nbytes()}
+        yield found, said
+
+
 def difference(found: Any, expected: Any, most: float) -> tuple[str, float]:
     """Return what is wrong ("" if nothing), and |found - expected| / |expected - mean|.
 
@@ -551,7 +562,7 @@ def model(
             return said | {"most_error": most, "device_nbytes": on.peak_nbytes()}
 
         yield compared("first pass")
-        yield compared("pass", _PASSES)
+        yield compared("pass", PASSES)
         if "budget" in given:
             wrong = on.over(given["budget"])
             if budget is not None and not opened[0].streamload_offload.report.read_nbytes:

@@ -86,6 +86,16 @@ class Run:
     processes: set[int] = field(default_factory=set)
 
     @property
+    def shards(self) -> tuple[int, ...]:
+        """Numbers of files of each checkpoint."""
+        return SHARDS[1:] if self.two else SHARDS
+
+    @property
+    def tiny_nbytes(self) -> int:
+        """Bytes of a model in a rehearsal."""
+        return _TINY_TWO_NBYTES if self.two else _TINY_NBYTES
+
+    @property
     def left_s(self) -> float:
         """Seconds until results must be ready."""
         return self.until - time.monotonic()
@@ -343,41 +353,35 @@ def _count(facts: dict[str, Any], lines: Sequence[str]) -> str:
 
 def _prepare(run: Run, only: str) -> None:
     """Write checkpoints, and what plain torch computes; reasons of failures go to `Run.failed`."""
-    wanted = {kind for kind in KINDS for name in ROWS if _is(name, kind, only)}
-    if run.two:
-        wanted = {row.name for row in _two_rows(run, only)}
-    models = wanted - {"mixture", "pipeline"}
-    nbytes, mixture = (_TINY_NBYTES, 0) if run.rehearsed else (0, _MIXTURE_NBYTES)
-    if run.two and run.rehearsed:
-        nbytes = _TINY_TWO_NBYTES
+    rows = _chosen(run, only)
+    needs = {need for row in rows for need in row.needs}
+    others = sorted(needs - {"llama", "llama-nf4"})
+    nbytes, mixture = (run.tiny_nbytes, 0) if run.rehearsed else (0, _MIXTURE_NBYTES)
     scale = _TINY_SCALE if run.rehearsed else _SCALE
-    where = {"folder": str(run.work), "shards": SHARDS[run.two :]}
+    where = {"folder": str(run.work), "shards": run.shards}
     with run.threads(4) as pool:
 
         def llama() -> None:
             _finish(run, "llama", "write_llamas", nbytes=nbytes, **where)
-            if (
-                models & {"stored nf4", "offload nf4, two processes", "two ranks, offload nf4"}
-                and "llama" not in run.failed
-            ):
+            if "llama-nf4" in needs and "llama" not in run.failed:
                 pool.submit(_finish, run, "llama-nf4", "write_nf4", **where)
-            if models != {"load"}:
+            if any("llama" in row.needs and "expected" in row.arguments for row in rows):
                 _expect(run, "llama")
 
-        def others() -> None:
+        def write_others() -> None:
             _finish(run, "mixture", "write_others", nbytes=mixture, scale=scale, **where)
-            for kind in sorted(wanted - models):
+            for kind in others:
                 _expect(run, kind)
 
-        begun = [pool.submit(llama)] if models else []
-        begun += [pool.submit(others)] if wanted - models else []
+        begun = [pool.submit(llama)] if "llama" in needs else []
+        begun += [pool.submit(write_others)] if others else []
         for one in begun:
             one.result()  # `llama` submits, too
 
 
 def _expect(run: Run, name: str) -> None:
     run.device_is_free.wait()
-    path = run.work / f"{name}-{SHARDS[run.two]}"
+    path = run.work / f"{name}-{run.shards[0]}"
     if path.exists():
         given: dict[str, Any] = {"path": str(path), "device": run.device}
         if run.two:
@@ -397,10 +401,6 @@ def _finish(run: Run, name: str, function: str, **arguments: Any) -> None:
 
 
 # --- rows -----------------------------------------------------------------------------------------
-
-
-def _is(name: str, kind: str, only: str) -> bool:
-    return name.startswith(f"{kind}, ") and fnmatch.fnmatch(name, only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +459,10 @@ def _all_rows(run: Run, only: str) -> Iterator[_Row]:
                 yield _Row(name, "gpu_parts.jobs:model", given, needs)
 
 
+def _chosen(run: Run, only: str) -> list[_Row]:
+    return list(_two_rows(run, only) if run.two else _all_rows(run, only))
+
+
 def _two_rows(run: Run, only: str) -> Iterator[_Row]:
     """Yield the rows of two GPUs: spread over both, and beside them one GPU and transformers."""
     devices = ["cpu"] if run.rehearsed else ["cuda:0", "cuda:1"]
@@ -466,11 +470,10 @@ def _two_rows(run: Run, only: str) -> Iterator[_Row]:
     llama, nf4 = str(run.work / "llama-4"), str(run.work / "llama-nf4-4")
     expected = str(run.work / "expected-llama-bfloat16.pt")
     exact = {"path": llama, "expected": expected, "count": 128, "exact": True}
-    budget = _TINY_BUDGET if run.rehearsed else _BUDGET
-    near = str(run.work / "expected-llama-nf4.pt")
-    nf4_budget = 0 if run.rehearsed else _NF4_BUDGET
-    rank_nf4_budget = _TINY_BUDGET if run.rehearsed else _NF4_BUDGET
-    share = _TINY_TWO_NBYTES if run.rehearsed else _SHARE
+    near = {"path": nf4, "expected": str(run.work / "expected-llama-nf4.pt"), "exact": False}
+    tiny = run.rehearsed
+    budget, nf4_budget = (_TINY_BUDGET, _TINY_BUDGET) if tiny else (_BUDGET, _NF4_BUDGET)
+    share = run.tiny_nbytes if tiny else _SHARE
     split = {
         "": {},
         ", equal": dict.fromkeys(devices, share),
@@ -491,19 +494,18 @@ def _two_rows(run: Run, only: str) -> Iterator[_Row]:
     for whose in ("transformers", "streamload"):
         given = {"path": llama, "expected": expected, "whose": whose, "budget": share * 10 // 9}
         found.append((f"two ranks, tp_size=2 of {whose}", "two_jobs:rank_model", given, ranks))
-    least = {"budget": 0 if run.rehearsed else budget}
     own = [{"device": name} for name in devices]
-    found.append(("offload", "jobs:model", exact | least, ({},)))
-    found.append(("offload, two processes", "jobs:model", exact | least, own))
-    packed = exact | {"path": nf4, "expected": near, "exact": False, "budget": nf4_budget}
-    found.append(("offload nf4, two processes", "jobs:model", packed, own))
+    given = exact | {"budget": 0 if tiny else budget}  # 0: the least
+    found.append(("offload", "jobs:model", given, ({},)))
+    found.append(("offload, two processes", "jobs:model", given, own))
+    given = exact | near | {"budget": 0 if tiny else nf4_budget}
+    found.append(("offload nf4, two processes", "jobs:model", given, own))
     given = {"path": llama, "expected": expected, "budget": budget, "devices": devices}
     found.append(("offload, two models of a process", "two_jobs:both", given, ({},)))
-    of_ranks = {"path": llama, "expected": expected, "exact": True, "budget": budget}
-    found.append(("two ranks, offload", "two_jobs:rank_offload", of_ranks, ranks))
-    packed = {"path": nf4, "expected": near, "exact": False, "budget": rank_nf4_budget}
-    of_ranks = of_ranks | packed
-    found.append(("two ranks, offload nf4", "two_jobs:rank_offload", of_ranks, ranks))
+    given = {"path": llama, "expected": expected, "exact": True, "budget": budget}
+    found.append(("two ranks, offload", "two_jobs:rank_offload", given, ranks))
+    given = near | {"budget": nf4_budget}
+    found.append(("two ranks, offload nf4", "two_jobs:rank_offload", given, ranks))
     for name, function, arguments, each in found:
         if fnmatch.fnmatch(name, only):
             trace = str(run.work / f"trace-{name}".replace(" ", "-"))
@@ -514,7 +516,7 @@ def _two_rows(run: Run, only: str) -> Iterator[_Row]:
 
 def _rows(run: Run, only: str) -> None:
     """Run rows one by one, each in processes that imported what they need during the last one."""
-    rows = list(_two_rows(run, only) if run.two else _all_rows(run, only))
+    rows = _chosen(run, only)
     ready: list[Child] = []
     for at, row in enumerate(rows):
         facts: dict[str, Any] = {"name": row.name, "right": False}
@@ -564,8 +566,8 @@ def _measure(run: Run, row: _Row, children: Sequence[Child], facts: dict[str, An
         try:
             while True:
                 laps = [pool.submit(child.lap) for child in children]
-                every = [lap.result()[0] for lap in laps]
-                if any("end" in said for said in every):
+                every = [said for lap in laps if "end" not in (said := lap.result()[0])]
+                if not every:
                     break
                 for said in every:
                     step = said.pop("step")
@@ -597,7 +599,7 @@ def _print(run: Run) -> int:
     """Print tables of what was found; return the exit status."""
     rows = run.found["rows"]
     table = []
-    names = [row.name for row in _two_rows(run, "*")] if run.two else ROWS
+    names = [row.name for row in _chosen(run, "*")]
     for row in sorted(rows, key=lambda row: names.index(row["name"])):
         seconds = row.get("seconds", {})
         steps = ("open", "first pass", "pass", "idle pass", "generate")

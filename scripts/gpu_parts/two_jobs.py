@@ -13,6 +13,7 @@ from typing import Any
 
 from gpu_parts.jobs import (
     LOGITS_TIMES,
+    PASSES,
     Devices,
     Lap,
     Steps,
@@ -20,10 +21,10 @@ from gpu_parts.jobs import (
     ids_of,
     laps,
     logits_of,
+    passes,
     unequal,
 )
 
-_PASSES = 5
 _IDLE_S = 8.0
 #: Of logits, |found - expected| / |expected - mean| where ranks add parts of sums.
 _NEAR = 0.1
@@ -112,20 +113,16 @@ def rank_model(path: str, device: str, trace: str, expected: str, whose: str, bu
             given["dtype"] = torch.bfloat16
         opened, seconds = on.timed(lambda: [load(path, **given)])
         yield {"step": "open", "seconds": seconds}
-        took = []
-        for step in ("first pass", "pass"):
-            for _ in range(_PASSES if step == "pass" else 1):
-                logits, seconds = on.timed(lambda: logits_of(opened[0], ids))
-                took.append(seconds)
+        for logits, said in passes(on, lambda: logits_of(opened[0], ids)):
             wrong, error = difference(logits, wanted["logits 128"], _NEAR)
-            said = {"step": step, "seconds": median(took), "wrong": wrong, "error": error}
-            yield said | {"device_nbytes": on.peak_nbytes()}
-            took.clear()
+            yield said | {"wrong": wrong, "error": error}
         kept = Path(f"{expected}.tensor-parallel-{rank}.pt")
         if whose == "transformers":
             torch.save(logits.cpu(), kept)
-        elif kept.exists():
-            wrong, _ = difference(logits, torch.load(kept), 0.0)
+        else:
+            wrong = "not compared: the row of transformers has not run"
+            if kept.exists():
+                wrong, _ = difference(logits, torch.load(kept), 0.0)
             yield {"step": "as transformers", "wrong": wrong}
         yield {"step": "budget", "wrong": on.over(budget) if whose == "streamload" else ""}
         dist.destroy_process_group()
@@ -171,13 +168,7 @@ def rank_offload(
                 dist.send(out, share.next_rank)
             return out
 
-        took: list[float] = []
-        for step in ("first pass", "pass"):
-            for _ in range(_PASSES if step == "pass" else 1):
-                out, seconds = on.timed(computed)
-                took.append(seconds)
-            said = {"step": step, "seconds": median(took), "device_nbytes": on.peak_nbytes()}
-            took.clear()
+        for out, said in passes(on, computed):
             if share.next_rank is None:
                 said["wrong"], said["error"] = difference(out, wanted["logits 128"], most)
             yield said
@@ -248,7 +239,7 @@ def both(path: str, device: str, trace: str, expected: str, budget: int, devices
         def computed(at: int) -> None:
             logits[at] = logits_of(models[at], ids[at])
 
-        def passes(which: Sequence[int]) -> None:
+        def together(which: Sequence[int]) -> None:
             threads = [threading.Thread(target=computed, args=(at,)) for at in which]
             for thread in threads:
                 thread.start()
@@ -261,10 +252,10 @@ def both(path: str, device: str, trace: str, expected: str, budget: int, devices
             if step == "idle pass":  # files that stream again are locked meanwhile
                 time.sleep(_IDLE_S)
             took, wrong = [], ""
-            for _ in range(_PASSES if step != "first pass" else 1):
+            for _ in range(PASSES if step != "first pass" else 1):
                 logits.clear()
                 begun = time.perf_counter()
-                passes(which)
+                together(which)
                 on.finish()
                 took.append(time.perf_counter() - begun)
                 for at in which:
