@@ -31,7 +31,10 @@ _NEAR = 0.1
 
 
 def _meet(device: str) -> int:
-    """Begin torch.distributed by the environment, as torchrun sets it; return this rank."""
+    """Begin torch.distributed by the environment, as torchrun sets it; return this rank.
+
+    Not while another row runs: contexts and NCCL take 0.6 GB of each device.
+    """
     import torch
     import torch.distributed as dist
 
@@ -47,6 +50,13 @@ def _own(device: str, rank: int) -> str:
     return device if device == "cpu" else f"cuda:{rank}"
 
 
+def _file_pages() -> int:
+    """Return the bytes of files that this process maps; a page mapped twice counts once."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    found = dict(line.split(":") for line in lines[1:])
+    return sum(1024 * int(found[key].split()[0]) for key in ("Pss_File", "Pss_Shmem"))
+
+
 def rank_load(path: str, device: str, trace: str, split: str, budget: int) -> Lap:
     """Load this rank's share, twice, and compare its tensors with what safetensors reads."""
 
@@ -55,8 +65,8 @@ def rank_load(path: str, device: str, trace: str, split: str, budget: int) -> La
 
         from streamload import distributed
 
-        rank = _meet(device)
         yield {}
+        rank = _meet(device)
         on = Devices(_own(device, rank))
         asked: dict[str, Any] = {"split": split, "budget": budget, "dtype": "checkpoint"}
         asked["device"] = device.partition(":")[0]
@@ -97,8 +107,8 @@ def rank_model(path: str, device: str, trace: str, expected: str, whose: str, bu
 
         import streamload.transformers
 
-        rank = _meet(device)
         yield {}
+        rank = _meet(device)
         on = Devices(_own(device, rank))
         wanted = torch.load(expected)
         ids = ids_of(wanted["vocabulary"], 128, on.names[0])
@@ -141,10 +151,10 @@ def rank_offload(
 
         from streamload import distributed
 
-        rank = _meet(device)
         # its modules cannot be assembled where other ranks have the weights
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
         yield {}
+        rank = _meet(device)
         on = Devices(_own(device, rank))
         wanted = torch.load(expected)
         ids = ids_of(wanted["vocabulary"], 128, "cpu")
@@ -266,7 +276,7 @@ def both(path: str, device: str, trace: str, expected: str, budget: int, devices
             said = {"step": step, "seconds": median(took), "wrong": wrong, "error": 0.0}
             yield said | {"device_nbytes": on.peak_nbytes(), "locked_nbytes": LOCKED.nbytes}
         said = {"step": "budget", "wrong": on.over(budget)}
-        yield said | {"driver_nbytes": on.driver_nbytes()}
+        yield said | {"driver_nbytes": on.driver_nbytes(), "file_pages_nbytes": _file_pages()}
         for model in models:
             model.streamload_offload.close()
 
