@@ -146,13 +146,15 @@ def rank_offload(
     """Offload this rank's layers of a model; the last rank compares logits with those expected."""
 
     def steps() -> Steps:
-        import torch
-        import torch.distributed as dist
-
-        from streamload import distributed
-
         # its modules cannot be assembled where other ranks have the weights
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+        import torch
+        import torch.distributed as dist
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
+        import streamload.transformers.prepared  # noqa: F401
+        from streamload import distributed
+
         yield {}
         rank = _meet(device)
         on = Devices(_own(device, rank))
