@@ -34,13 +34,11 @@ MIB = 2**20
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command."""
     command = [sys.executable, "-m", "streamload", "bench", *arguments]
     return forked.run(command, forked.COMMANDS)
 
 
 def job_of(path: Path, loader: str = OURS, **task: str) -> dict[str, Any]:
-    """What a process is told that loads to the host."""
     files = [str(file) for file in sorted(path.glob("*.safetensors"))]
     given = {"path": str(path), "files": files, "framework": "host", "device": "host", **task}
     return load_job(loader, **given)
@@ -91,7 +89,6 @@ BROKEN = {
 
 
 def test_a_process_that_fails_says_why(small_checkpoint: Path, tmp_path: Path) -> None:
-    """In one line, however it ended."""
     children = [
         Child(
             job_of(small_checkpoint, "numpy"),
@@ -144,7 +141,6 @@ def test_a_loader_that_only_maps_is_named(small_checkpoint: Path, dtype: str, no
 
 
 def test_a_hanging_loader_leaves_nothing(small_checkpoint: Path, tmp_path: Path) -> None:
-    """It is ended when its time is over, and what it has started with it."""
     wrote = tmp_path / "pid"
     folder = site(
         tmp_path / "site",
@@ -246,7 +242,6 @@ def test_short_loads_are_repeated(small_checkpoint: Path) -> None:
 
 
 def test_a_sample_is_spread_over_all() -> None:
-    """Both ends are in it, nothing twice, and few tensors are all in it."""
     names = [str(i) for i in range(1000)]
     found = list(sample(names))
     assert len(set(found)) == CHECKED_TENSORS
@@ -361,7 +356,6 @@ def test_the_rate_of_memory_is_kept_for_plans(
 
 
 def test_memory_of_other_devices_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the host's, and CUDA's."""
     info = replace(HostDevice().info, shared_memory=False)
     monkeypatch.setattr(HostDevice, "info", info)
     with pytest.raises(DeviceError, match="not measured"):
@@ -369,7 +363,6 @@ def test_memory_of_other_devices_is_not_measured(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plain_reader_says_what_fails(tmp_path: Path) -> None:
-    """A file that is not there, or empty, is an error."""
     with pytest.raises(OSError):
         limits.read([str(tmp_path / "none")], 2, MIB, direct=False)
     empty = tmp_path / "empty"
@@ -401,7 +394,6 @@ def test_exactly_the_prediction_is_enough(tmp_checkpoint: Callable[..., Path]) -
 def test_wrong_arguments_are_refused(
     small_checkpoint: Path, wrong: dict[str, Any], word: str
 ) -> None:
-    """Before anything is measured."""
     with pytest.raises(ValueError, match=word):
         compare(replace(Options(str(small_checkpoint), "host"), **wrong))
 
@@ -415,7 +407,6 @@ def test_wrong_usage(small_checkpoint: Path) -> None:
 
 
 def test_loaders_are_chosen_by_device() -> None:
-    """Those whose tensors are the framework's, and that load to the device."""
     options = Options("", peers=None)
 
     def names(framework: str, device: str) -> set[str]:
@@ -476,7 +467,6 @@ def test_frameworks_are_compared_with_their_own_loaders(
 
 @pytest.mark.slow
 def test_without_a_driver_the_device_is_not_measured(small_checkpoint: Path) -> None:
-    """A CUDA device that is not there is said to be so, and nothing else happens."""
     torch = needs.module("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")

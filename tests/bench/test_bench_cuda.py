@@ -47,7 +47,6 @@ def test_loaders_are_compared_on_cuda(tmp_checkpoint: Callable[..., Path]) -> No
 
 
 def test_tinygrad_is_compared_on_cuda(tmp_checkpoint: Callable[..., Path]) -> None:
-    """By its own loader, bit for bit."""
     needs.device("CUDA")
     path = tmp_checkpoint(200_000_000)
     found = Comparing(Compared(str(path), "CUDA", runs=1, limits=False, together=True)).run()
@@ -58,7 +57,6 @@ def test_tinygrad_is_compared_on_cuda(tmp_checkpoint: Callable[..., Path]) -> No
 
 
 def test_the_driver_tells_what_is_taken() -> None:
-    """Allocations of this process, and their end."""
     used_nbytes = device_meter(0)
     torch.ones(1, device="cuda:0")
     before = used_nbytes()

@@ -25,7 +25,6 @@ QUICK = ("gpu-budget",)  # the script runs "gpu-cast" below
 
 
 def gpu_options(work: Path, device: str = "host", **more: Any) -> BenchOptions:
-    """Small checkpoints, one run."""
     given: dict[str, Any] = {
         "nbytes": 2_000_000,
         "cold_nbytes": 1_000_000,
@@ -64,14 +63,12 @@ def test_a_section_runs_without_a_gpu(tmp_path: Path, name: str) -> None:
 
 
 def test_a_device_that_is_not_there_is_said(tmp_path: Path) -> None:
-    """The section is left out, with the reason."""
     with pytest.raises(NotHereError, match="nowhere"):
         GPU_SECTIONS["gpu-warm"](gpu_options(tmp_path, "tinygrad:nowhere"))
 
 
 @pytest.mark.slow
 def test_the_script_runs_sections_of_a_gpu(tmp_path: Path) -> None:
-    """Named, and with the checkpoints kept for the next time."""
     out = tmp_path / "bench.json"
     command = [sys.executable, SCRIPT, "gpu-cast", "gpu-tinygrad", "--size", "1MB", "--runs", "1"]
     command += ["--torch-device", "host", "--tinygrad-device", "tinygrad:nowhere"]

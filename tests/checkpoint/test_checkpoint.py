@@ -36,7 +36,6 @@ def write_shards(folder: Path, shards: Mapping[str, str]) -> Path:
 
 
 def write_index(folder: Path, weight_map: object, name: str = INDEX) -> Path:
-    """An index with that weight_map."""
     path = folder / name
     path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
     return path
@@ -44,14 +43,12 @@ def write_index(folder: Path, weight_map: object, name: str = INDEX) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """A folder of two shards and their index."""
     folder = write_shards(tmp_path / "model", {FIRST: "b a", SECOND: "c"})
     write_index(folder, {"a": FIRST, "b": FIRST, "c": SECOND})
     return folder
 
 
 def names(checkpoint: Checkpoint) -> list[str]:
-    """The tensors, in order."""
     return list(checkpoint.tensors)
 
 
@@ -79,7 +76,6 @@ def test_one_file(tmp_path: Path) -> None:
 
 
 def test_file_without_tensors_is_an_empty_checkpoint(tmp_path: Path) -> None:
-    """The format allows a file without tensors, and so does a checkpoint."""
     checkpoint = open_checkpoint(write_safetensors(tmp_path / "model.safetensors", {}))
     assert (names(checkpoint), checkpoint.nbytes) == ([], 0)
     assert names(open_checkpoint(tmp_path)) == []
@@ -103,7 +99,6 @@ def test_index_of_another_name(sharded: Path) -> None:
 
 
 def test_folder_without_index_is_all_of_its_files(tmp_path: Path) -> None:
-    """Without an index the checkpoint is every safetensors file that is not hidden."""
     folder = write_shards(tmp_path, {"x1.safetensors": "a", "x2.safetensors": "b", "z.bin": "c"})
     (folder / "._x1.safetensors").write_bytes(b"what macOS leaves on foreign disks")
     assert names(open_checkpoint(folder)) == ["a", "b"]
@@ -132,7 +127,6 @@ def test_complete_set_without_index(tmp_path: Path) -> None:
 
 
 def test_incomplete_set_names_what_is_missing(tmp_path: Path) -> None:
-    """A numbered set with gaps is not silently a smaller checkpoint."""
     write_shards(tmp_path, {"model-00002-of-00004.safetensors": "a"})
     error = refused(tmp_path, ShardNotFoundError)
     assert error.path == str(tmp_path)
@@ -169,7 +163,6 @@ def test_original_layout_beside_the_usual_one_is_left_out(tmp_path: Path) -> Non
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    """Which of two tensors of one name is meant cannot be known: the error names both files."""
     write_shards(tmp_path, {"x1.safetensors": "a b", "x2.safetensors": "c b"})
     error = refused(tmp_path)
     assert (error.path, error.tensor) == (str(tmp_path), "b")
@@ -197,7 +190,6 @@ def test_folder_without_weights_says_what_is_there(
 
 
 def test_missing_shards_of_an_index_are_all_named(sharded: Path) -> None:
-    """An index whose files are not there is one error with all of their names."""
     os.remove(sharded / SECOND)
     error = refused(sharded, ShardNotFoundError)
     assert error.path == str(sharded / INDEX)
@@ -224,7 +216,6 @@ def test_missing_shards_of_an_index_are_all_named(sharded: Path) -> None:
 def test_lying_index_is_refused(
     sharded: Path, weight_map: dict[str, str], tensor: str, expected: str, found: str
 ) -> None:
-    """An index must say exactly what the headers of its shards say."""
     if SECOND not in weight_map.values():
         weight_map |= {"new": SECOND}
         write_safetensors(sharded / SECOND, {"c": BYTE, "new": BYTE})
@@ -235,7 +226,6 @@ def test_lying_index_is_refused(
 
 
 def test_index_with_a_tensor_in_two_shards(sharded: Path) -> None:
-    """A tensor that two shards hold is refused, though the index names one of them."""
     write_safetensors(sharded / SECOND, {"c": BYTE, "a": BYTE})
     error = refused(sharded)
     assert error.tensor == "a" and SECOND in str(error) and FIRST in str(error)
@@ -469,7 +459,6 @@ def test_revision_in_the_hugging_face_cache(no_cache: Path) -> None:
 
 
 def test_local_path_wins_over_the_cache(no_cache: Path) -> None:
-    """What exists under the name is what is meant."""
     make_cache(no_cache / "hub")
     write_shards(Path("org/name"), {"model.safetensors": "local"})
     assert names(open_checkpoint("org/name")) == ["local"]
@@ -496,7 +485,6 @@ def test_nothing_of_that_name(no_cache: Path, name: str) -> None:
 
 
 def test_ref_cannot_lead_out_of_the_cache(no_cache: Path) -> None:
-    """The commit in a ref is a name, not a path."""
     cache = no_cache / "hub"
     make_cache(cache)
     write_shards(no_cache / "elsewhere", {"model.safetensors": "a"})

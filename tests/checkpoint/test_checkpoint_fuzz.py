@@ -256,7 +256,6 @@ def test_valid_headers_are_valid(header: tuple[dict[str, Any], int]) -> None:
 @example(of_data(b'{"a":' + USUAL.replace(b"[2]", b"[%d]" % 2**61) + b"}", 8))
 @example(of_data(b'{"b":' + EMPTY + b',"a":' + EMPTY + b"}", 0))  # in order of name
 def test_columns_say_the_same_as_entries(header: tuple[bytes, int]) -> None:
-    """What is read in columns is read alike one by one; what is not valid never is."""
     text, file_nbytes = header
     found = _plain(text, PATH, file_nbytes)
     try:
@@ -303,7 +302,6 @@ def test_changed_bytes_give_our_errors_only(content: bytes) -> None:
 @fuzz
 @given(st.binary(max_size=200))
 def test_noise_gives_our_errors_only(content: bytes) -> None:
-    """Any bytes at all."""
     check(content)
     check(header_bytes(content))
     check(header_bytes(b"{" + content))

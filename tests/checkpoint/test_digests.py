@@ -84,7 +84,6 @@ def test_a_digest_is_of_the_bytes_in_their_order() -> None:
 
 
 def test_what_later_versions_may_add_is_passed_over() -> None:
-    """Keys that are not known are no error, at the top or of a tensor."""
     raw = text(comment="x", entry={"shard": "model-00001-of-00002.safetensors"})
     assert list(Digests.from_json(raw, Path("s")).tensors) == ["w"]
 

@@ -49,7 +49,6 @@ def write(folder: Path, names: tuple[str, ...], code: str = "F32") -> None:
 
 
 def files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The names of its files."""
     return tuple(header.path.name for header in checkpoint.shards)
 
 

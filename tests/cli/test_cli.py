@@ -60,7 +60,6 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_without_arguments_there_is_help() -> None:
-    """The commands, a line on each, none of them cut off, and success."""
     out, err = run()
     assert err == ""
     assert out == run("--help")[0]
@@ -137,7 +136,6 @@ def test_help_fits_the_terminal(
     command: str,
     columns: str,
 ) -> None:
-    """Each command says what it does and what its options are, in the width that there is."""
     monkeypatch.setenv("COLUMNS", columns)
     out, _ = here(command, "--help")
     assert f"Usage: streamload {command}" in out
@@ -357,7 +355,6 @@ def test_what_does_not_fit(layers: Path) -> None:
 def test_what_would_fit_is_said_in_flags(
     here: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
-    """Each is one of the command's own, with which it fits."""
     values = bytes(4 * 64 * 64)
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(6)]
     path = write_safetensors(
@@ -454,7 +451,6 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
 
 
 def test_the_environment_chooses_the_device(layers: Path) -> None:
-    """STREAMLOAD_DEVICE is what --device is not."""
     env = {"STREAMLOAD_DEVICE": "host"}
     assert list(json.loads(run("load", layers, "--json", env=env)[0])["budget_nbytes"]) == ["host"]
 
@@ -550,7 +546,6 @@ def test_ctrl_c_while_modules_are_imported(
 def test_a_program_that_calls_the_command_keeps_its_ctrl_c(
     here: Callable[..., tuple[str, str]], layers: Path
 ) -> None:
-    """What handles it before handles it afterwards."""
     before = signal.getsignal(signal.SIGINT)
     here("inspect", layers)
     assert signal.getsignal(signal.SIGINT) is before

@@ -36,13 +36,11 @@ Tally = ctypes.c_uint64 * 3
 
 
 def object_of(src: DType, dst: DType, target: Target, *, clamp: bool, native_half: bool) -> bytes:
-    """The object file of a kernel."""
     ir = kernel_ir(src, dst, clamp=clamp, native_half=native_half, architecture=target.architecture)
     return compile_object(ir, target)
 
 
 def link(image: bytes, target: Target) -> Kernel:
-    """The kernel of an object file, in this process."""
     kernel: Kernel = link_object(image, target, "cast", FUNCTION.prototype)
     return kernel
 
@@ -130,14 +128,12 @@ def test_every_length_and_alignment(pair: tuple[DType, DType]) -> None:
 
 @pytest.mark.parametrize("bits", [0x4780, 0x0001, 0x3301])
 def test_counts_do_not_wrap(bits: int) -> None:
-    """The counts of a tensor longer than a 16-bit lane can count are exact."""
     numel = 5_000_003
     _, tally = call(compile_kernel(BF16, F16), BF16, F16, np.full(numel, bits, "u2").tobytes())
     assert tally == [numel * (bits == 0x4780), numel * (bits == 0x0001), numel]
 
 
 def test_a_tally_is_added_to() -> None:
-    """Chunks of a tensor can share a tally."""
     kernel, tally = compile_kernel(BF16, F16), Tally(10, 20, 30)
     data, out = np.array([0x4780, 0x0001, 0x3F80], "u2"), np.zeros(3, "u2")
     kernel(data.ctypes.data, out.ctypes.data, 3, tally)

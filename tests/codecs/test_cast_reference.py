@@ -83,7 +83,6 @@ def test_is_the_definition_of_rounding(pair: tuple[DType, DType], clamp: bool) -
 
 @given(st.floats(width=64), st.sampled_from([F16, BF16, F32]), st.booleans())
 def test_rounds_float64_once(value: float, dst: DType, clamp: bool) -> None:
-    """Any float64 becomes the nearest value of the target, not the nearest of a nearest."""
     bits = int(np.float64(value).view(np.uint64))
     assert one_by_reference(bits, F64, dst, clamp) == exact_cast(bits, F64, dst, clamp=clamp)
 

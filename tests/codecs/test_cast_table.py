@@ -154,7 +154,6 @@ def test_views_that_do_not_fit_are_refused(dst: DType, engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dst", [BF16, F16], ids=str)
 def test_nothing_becomes_nothing(dst: DType, engine: Engine) -> None:
-    """Empty views are fine."""
     assert make_cast(BF16, dst, engine=engine)(memoryview(b""), memoryview(bytearray())) == ZERO
 
 
@@ -163,7 +162,6 @@ def test_nothing_becomes_nothing(dst: DType, engine: Engine) -> None:
 def test_casts_from_a_read_only_map_at_an_odd_byte(
     dst: DType, engine: Engine, tmp_path: Path
 ) -> None:
-    """The bytes of a checkpoint are cast where they are mapped, at whatever offset."""
     x = np.arange(1000, dtype="f4").astype(BF16.numpy)
     path = tmp_path / "weights"
     path.write_bytes(b"\0" * 13 + x.tobytes() + b"\0")
@@ -193,7 +191,6 @@ def test_copies_and_kernels_allocate_nothing() -> None:
 
 
 def test_auto_takes_the_kernel() -> None:
-    """Where LLVM works it is what "auto" means."""
     assert cast_engine(BF16, F16) == cast_engine(BF16, F16, "llvm") == "llvm"
     assert cast_engine(BF16, F16, "numpy") == "numpy"
 
@@ -250,7 +247,6 @@ def test_importing_the_table_leaves_llvm_out() -> None:
 
 
 def test_counts_add_up() -> None:
-    """Counts are values: they compare, add, sum and travel."""
     counts = CastCounts(1, 2, 3) + CastCounts(overflowed=10)
     assert counts == CastCounts(11, 2, 3)
     assert counts.total == 16

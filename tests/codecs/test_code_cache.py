@@ -66,7 +66,6 @@ BY_LLVM, BY_WHAT_WAS_KEPT = [True, True], [True, False]  # the bytes arrived, wi
 
 
 def start(code: str, cache: Path, *argv: str) -> subprocess.Popen[str]:
-    """Start a process with a cache folder of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *argv],
         env=os.environ | {"XDG_CACHE_HOME": str(cache)},
@@ -77,7 +76,6 @@ def start(code: str, cache: Path, *argv: str) -> subprocess.Popen[str]:
 
 
 def said(child: subprocess.Popen[str]) -> Any:
-    """What a process printed, as JSON."""
     out, err = child.communicate(timeout=100)
     assert child.returncode == 0, (child.returncode, err)
     return json.loads(out)
@@ -85,7 +83,6 @@ def said(child: subprocess.Popen[str]) -> Any:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A file to be read."""
     path = tmp_path / "data"
     path.write_bytes(os.urandom(NBYTES))
     return path
@@ -120,7 +117,6 @@ def test_a_later_process_runs_the_loop_without_llvmlite(cache: Path, data: Path)
 
 @keeps_loops
 def test_a_damaged_loop_is_compiled_again(cache: Path, data: Path) -> None:
-    """What would run into nothing is not run, and the file is whole again."""
     bulk._compiled.__wrapped__()
     (file,) = kept_files(cache)
     whole = file.read_bytes()
@@ -132,7 +128,6 @@ def test_a_damaged_loop_is_compiled_again(cache: Path, data: Path) -> None:
 
 @keeps_loops
 def test_processes_that_begin_together(cache: Path, data: Path) -> None:
-    """All of them do their work, and what they leave is one whole file."""
     code = LOOP.replace("{change}", "")
     children = [start(code, cache, str(data)) for _ in range(2)]
     assert [said(child)[0] for child in children] == [True] * 2
@@ -263,7 +258,6 @@ def test_a_whole_load_does_without_llvmlite(cache: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("code", [b"", b"\0" * 100, os.urandom(5000)])
 def test_what_is_kept_comes_back(cache: Path, code: bytes) -> None:
-    """For what it was kept for, and nothing else."""
     assert read_kept("loop", "x86_64", "text") is None
     keep(code, "loop", "x86_64", "text")
     assert read_kept("loop", "x86_64", "text") == code
@@ -400,7 +394,6 @@ def compiled(*functions: tuple[str, str], before: str = "") -> bytes:
 
 @keeps_loops
 def test_moved_code_runs() -> None:
-    """Wherever it lies, it needs nothing but itself."""
     code = movable_code(compiled(("f", PLAIN)))
     assert code is not None
     function = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64)(place_code(code))
@@ -409,7 +402,6 @@ def test_moved_code_runs() -> None:
 
 @keeps_loops
 def test_placed_code_cannot_be_written() -> None:
-    """Its pages are readable and executable, and no more."""
     code = movable_code(compiled(("f", PLAIN)))
     assert code is not None
     address = place_code(code)
@@ -436,6 +428,5 @@ def test_code_that_needs_more_is_not_moved(before: str, body: str) -> None:
 
 
 def test_another_format_has_no_code_to_move() -> None:
-    """What is not an ELF object is refused."""
     with pytest.raises(ValueError, match="not a 64-bit little-endian ELF object"):
         movable_code(b"\xcf\xfa\xed\xfe" * 20)

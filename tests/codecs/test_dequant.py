@@ -43,7 +43,6 @@ IDS = [f"{s.name}" for s in SAMPLES]
 def decoded(
     decoder: Decoder, info: Packed, data: bytes, dst: DType, first: int, stop: int
 ) -> tuple[Any, CastCounts]:
-    """Some elements of a weight."""
     bits = info.dtype.bits
     out = np.zeros(stop - first, dst.numpy)
     given = memoryview(data)[first * bits // 8 : (stop * bits + 7) // 8]
@@ -129,7 +128,6 @@ def test_a_block_longer_than_any_matrix_is_all_of_it(tmp_path: Path) -> None:
 
 
 def test_layouts_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models may have tens of thousands of weights; layouts are imported once."""
     found = layout_of("fp8")
     monkeypatch.setattr("importlib.import_module", None)
     assert layout_of("fp8") is found is not None

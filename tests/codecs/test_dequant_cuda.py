@@ -46,7 +46,6 @@ LARGE = [
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
-    """The device, with its context current."""
     with CONTEXT.current():
         gpu = Gpu(MEMORY_NBYTES)
         yield gpu
@@ -55,7 +54,6 @@ def gpu() -> Iterator[Gpu]:
 
 @cache
 def kernel(values: Values, dst: DType, clamp: bool, turned: bool) -> int:
-    """A kernel, loaded once."""
     ptx = dequant_ptx(values, dst, clamp=clamp, turned=turned)
     return load_function(cuda._driver(), "cuda:0", ptx, SYMBOL).handle
 
@@ -72,7 +70,6 @@ def there(
     turned: tuple[int, int] | None = None,
     grid: int | None = None,
 ) -> tuple[Any, tuple[int, ...]]:
-    """Elements and counts of a kernel."""
     task = Task(weight, data, dst, first, stop, turned, base=gpu.address)
     gpu.put(0, task.memory)
     many = blocks(stop - first, weight.values.bits) if grid is None else grid
@@ -83,7 +80,6 @@ def there(
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
 @pytest.mark.parametrize("dst", TARGETS, ids=str)
 def test_kernels_equal_the_oracle(gpu: Gpu, tmp_path: Path, sample: Sample, dst: DType) -> None:
-    """Elements and counts of every layout, from any element on, on any grid."""
     info, oracle, data = opened(tmp_path, sample, dst)
     step = 8 // info.dtype.bits
     for first, stop, grid in ((0, info.numel, None), (6, 7, 3), (30 // step * step, 35, 1)):
@@ -103,7 +99,6 @@ def test_scales_of_any_size(gpu: Gpu, tmp_path: Path, kind: str, dst: DType, cla
 
 
 def load(path: Path, dtype: Any, device: str = "cuda:0", **options: Any) -> streamload.LoadReport:
-    """Load all tensors, by name."""
     given: dict[str, Any] = {"budget": "400MB", "progress": False}
     return streamload.load_state_dict(None, path, dtype=dtype, device=device, **given | options)
 
@@ -167,7 +162,6 @@ def test_rows_and_columns(tmp_path: Path) -> None:
 
 
 def test_what_is_held_fits_one_large_weight_after_the_other(tmp_path: Path) -> None:
-    """Scales of a few weights are there at a time, whatever the number of weights."""
     samples = [four_bit(f"l.{n}.o.weight", (1024, 1024), seed=n) for n in range(24)]
     path = write(tmp_path, samples)
     report = load(path, "bfloat16")
@@ -177,7 +171,6 @@ def test_what_is_held_fits_one_large_weight_after_the_other(tmp_path: Path) -> N
 
 
 def test_beyond_float16_is_refused(tmp_path: Path) -> None:
-    """By what the GPU counted; clamped, it is the largest."""
     path = write(tmp_path, [fp8(block=(0, 0))])
     info = dequant_samples.entry(np.full(1, 1e9, np.float32), ())
     sample = fp8(block=(0, 0))

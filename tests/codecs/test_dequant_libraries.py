@@ -38,7 +38,6 @@ def differing(one: Any, other: Any) -> int:
 
 
 def of_numpy(array: Any) -> Any:
-    """An array as torch's."""
     if array.dtype.name.startswith("float8"):
         return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)

@@ -33,7 +33,6 @@ def by_machine(
     turned: tuple[int, int] | None = None,
     grid: int | None = None,
 ) -> tuple[Array, Counts]:
-    """Elements and counts by the machine."""
     task = Task(weight, data, dst, first, stop, turned)
     ptx = dequant_ptx(weight.values, dst, clamp=clamp, turned=turned is not None)
     memory = task.memory.copy()
@@ -94,7 +93,6 @@ def test_scales_of_any_size(tmp_path: Path, kind: str, dst: DType, clamp: bool) 
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """Every kernel, by name."""
     found = {}
     for index, sample in enumerate(SAMPLES):
         _, oracle, _ = opened(folder / str(index), sample, F16)

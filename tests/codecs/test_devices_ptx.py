@@ -95,7 +95,6 @@ def test_kernels_equal_the_reference(kernel: tuple[DType, DType, bool]) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
 def test_every_length_and_alignment(pair: tuple[DType, DType]) -> None:
-    """Any number of elements between any addresses that are aligned to an element."""
     src, dst = pair
     x = some(src, 80)
     bits, _ = tallied(src, dst, x)
@@ -192,13 +191,11 @@ def test_the_assembler_takes_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pair", [(BF16, BF16), (F16, BY_CODE["F8_E4M3"]), (BY_CODE["I32"], F32)])
 def test_refuses_pairs_without_a_kernel(pair: tuple[DType, DType]) -> None:
-    """What the table of casts does not have is refused by name."""
     with pytest.raises(UnsupportedCastError, match=f"{pair[0]}.*there is no such kernel"):
         cast_ptx(*pair, clamp=False)
 
 
 def test_says_that_llvmlite_is_missing(tmp_path: Path) -> None:
-    """Without llvmlite, and with nothing kept, there is no kernel, and the error says so."""
     program = """
 import sys
 sys.modules["llvmlite"] = None  # as good as not installed
@@ -222,7 +219,6 @@ except UnsupportedCastError as error:
 
 
 def test_a_target_that_llvm_was_built_without() -> None:
-    """LLVM says that it does not have it."""
     with pytest.raises(RuntimeError, match="sparse64"):
         compile_ptx("", triple="sparse64-unknown-none")
 
@@ -260,7 +256,6 @@ class RecordingDriver:
 
 
 def test_a_function_is_loaded() -> None:
-    """The driver gets the text, and the function's name."""
     driver = RecordingDriver()
     function = load_function(driver, "cuda:0", "// text")
     assert (function.module, function.handle) == (11, 22)

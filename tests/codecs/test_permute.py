@@ -16,7 +16,6 @@ def kernels() -> None:
 
 
 def test_nothing_is_compiled_while_bytes_move() -> None:
-    """A load that was not to have LLVM has none, and takes no memory for it."""
     kernel = compiled.pop(("transpose", 4))
     try:
         found = np.arange(64 * 64, dtype=np.uint32).reshape(64, 64)
@@ -42,7 +41,6 @@ def test_a_part_of_a_matrix(dtype: type[np.unsignedinteger], shape: tuple[int, i
 
 
 def test_bytes_at_any_address() -> None:
-    """Tensors in files are not aligned."""
     raw = np.random.default_rng(0).integers(0, 255, 64 * 64 * 2 + 1, np.uint8)
     found = np.ndarray((64, 64), np.uint16, raw.data, 1)
     out = np.empty((64, 64), np.uint16)

@@ -27,7 +27,6 @@ _NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def run(kernel: Any, jobs: Any) -> None:
-    """Run a kernel over a job, in this thread."""
     kernel(ctypes.addressof(jobs))
 
 
@@ -60,7 +59,6 @@ def test_infinity_and_nan_are_carried(name: str) -> None:
 @pytest.mark.parametrize("dst", [F32, F16, BF16], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", FORMS)
 def test_decoded_rows_are_the_oracles(name: str, dst: DType) -> None:
-    """Rows from the first to the last that are asked for, rounded as numpy rounds them."""
     form = FORMS[name]
     of = matrix(form, 9, 512)
     kind = _NUMPY[dst.code]
@@ -75,7 +73,6 @@ def test_decoded_rows_are_the_oracles(name: str, dst: DType) -> None:
 
 
 def test_threads_share_the_rows_of_a_job() -> None:
-    """Each row is computed, whichever thread claims it."""
     form = FORMS["q8_0"]
     of = matrix(form, 4001, 256)
     x = np.random.default_rng(3).standard_normal((1, 256)).astype(np.float32)
@@ -93,7 +90,6 @@ def test_threads_share_the_rows_of_a_job() -> None:
 @pytest.mark.parametrize("lanes", [0, 8])
 @pytest.mark.parametrize("name", list(FORMS)[: few(len(FORMS))])
 def test_older_cpus_have_right_kernels(name: str, lanes: int) -> None:
-    """With the instructions of AVX2 alone, and with none of AVX."""
     host = host_target()
     if host.architecture != "x86_64" or (lanes and host.lanes < lanes):
         pytest.skip("needs an x86-64 CPU with AVX2")

@@ -64,7 +64,6 @@ def by_machine(
 
 
 def vectors(tokens: int, width: int, dtype: DType) -> Array:
-    """Random vectors of a dtype."""
     x = np.random.default_rng(tokens + width).standard_normal((max(tokens, 1), width))
     return x.astype(_NUMPY[dtype.code])
 
@@ -99,13 +98,11 @@ def test_dtypes_and_more_vectors(name: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "nf4", "q4_0", "q4_k"])
 def test_warps_share_rows(name: str) -> None:
-    """Columns of a row are split over warps, and rows begin after the first one."""
     for splits in (2, 8):
         checked(FORMS[name], 6, 2048, BF16, 1, splits=splits, first=1)
 
 
 def test_a_bias_is_added() -> None:
-    """In float32, before the result is rounded."""
     bias = vectors(1, 7, F32)[0]
     checked(FORMS["int8"], 7, 512, F32, 2, bias=bias)
     checked(FORMS["q4_0"], 7, 512, F32, 1, bias=bias, first=3)
@@ -122,7 +119,6 @@ def test_infinity_and_nan_are_carried(name: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_decoded_rows_are_the_oracles(name: str, dtype: DType) -> None:
-    """Rows from the first on, rounded as numpy rounds them."""
     form = FORMS[name]
     for width in (1024, 1280):
         of = matrix(form, 3, width)

@@ -26,7 +26,6 @@ MEMORY_NBYTES = 640 * 2**20  # the longest samples, and more chunks than any cac
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
-    """The device, with its context current."""
     with CONTEXT.current():
         gpu = Gpu(MEMORY_NBYTES)
         yield gpu
@@ -35,7 +34,6 @@ def gpu() -> Iterator[Gpu]:
 
 @cache
 def kernel(src: DType, dst: DType, clamp: bool = False) -> int:
-    """A kernel, loaded once."""
     ptx = cast_ptx(src, dst, clamp=clamp)
     return load_function(cuda._driver(), "cuda:0", ptx).handle
 
@@ -110,7 +108,6 @@ def test_kernels_equal_the_reference(gpu: Gpu, case: tuple[DType, DType, bool]) 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
 def test_every_length_and_alignment(gpu: Gpu, pair: tuple[DType, DType]) -> None:
-    """Any number of elements between any addresses that are aligned to an element."""
     src, dst = pair
     x = np.random.default_rng(2).choice(samples(src), 6000)
     bits, _ = tallied(src, dst, x)

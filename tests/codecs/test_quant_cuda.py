@@ -44,7 +44,6 @@ def checkpoint(folder: Path, dtype: Any) -> dict[str, Any]:
 
 
 def load(path: Path, device: str, **options: Any) -> streamload.LoadReport:
-    """Load all tensors, by name."""
     given: dict[str, Any] = {"dtype": "checkpoint", "budget": "200MB", "progress": False}
     return streamload.load_state_dict(None, path, device=device, **given | options)
 
@@ -131,7 +130,6 @@ def test_nested_bytes_of_bitsandbytes(tmp_path: Path, name: str) -> None:
 
 
 def test_statistics_of_many_weights_are_not_held_at_once(tmp_path: Path) -> None:
-    """A weight waits where there is no room for its statistics, and none is written too early."""
     generator = torch.Generator().manual_seed(1)
     tensors = {
         f"h.{n}.w.weight": torch.randn(1024, 2048, generator=generator).bfloat16()
@@ -163,7 +161,6 @@ def test_bytes_of_int8(tmp_path: Path) -> None:
 
 
 def test_a_file_in_chunks_equals_one(tmp_path: Path) -> None:
-    """Whatever the slots: rows are never cut."""
     checkpoint(tmp_path, torch.bfloat16)
     first = load(tmp_path, "cuda:0", quant="int8").state_dict
     for nbytes in (2**16, 2**18, 2**22):
@@ -172,7 +169,6 @@ def test_a_file_in_chunks_equals_one(tmp_path: Path) -> None:
 
 
 def test_beyond_float16_is_refused(tmp_path: Path) -> None:
-    """By what the GPU counted."""
     whole = torch.full((4, 128), 1e6, dtype=torch.bfloat16)
     save_file({"h.0.w": whole}, tmp_path / "model.safetensors")
     with pytest.raises(streamload.errors.OutOfRangeError, match=r"h\.0\.w"):

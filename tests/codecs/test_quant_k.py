@@ -94,7 +94,6 @@ def test_groups_of_no_scale_keep_their_codes() -> None:
 
 
 def test_importance_changes_no_other_format() -> None:
-    """Formats of blocks that are not searched for take it, and stay the same."""
     x, importance = tensor(0)
     made: Any = ALL_SCHEMES["q8_0"].of(x.shape, F32)
     assert made.weighted(importance) is made

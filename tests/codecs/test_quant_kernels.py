@@ -122,7 +122,6 @@ def test_threads_at_once(form: Any, engine: Engine) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=form_id)
 @pytest.mark.parametrize("shift", [1, 3])
 def test_any_alignment(form: Any, shift: int) -> None:
-    """Bytes may begin anywhere in memory."""
     columns = max(columns_of(form.name), 96)
     x = np.random.default_rng(9).standard_normal((8, columns)).astype(np.float32)
     tensor = form.of(x.shape, F32)
@@ -169,7 +168,6 @@ def test_zeros(name: str) -> None:
 
 
 def test_float16_overflow_is_counted() -> None:
-    """What float16 does not reach is counted, and the error is infinite: nothing hides it."""
     x = np.ones((2, 256), np.float32)
     x[0, 3], x[0, 4] = 70_000, -1e9
     _, counts = encoded(SCHEMES["bitsandbytes-int8"], x, F32)
@@ -283,7 +281,6 @@ def test_no_kernel_needs_an_external_symbol(name: str) -> None:
 
 
 def object_of(form: Any, src: DType, target: Target, *, native_half: bool) -> bytes:
-    """A kernel's object for a target."""
     given: Any = {"native_half": native_half, "architecture": target.architecture}
     tensor = form.of(shaped(form.name, np.zeros((64, 256))).shape, src)
     if form.name in SEARCHED:
@@ -346,7 +343,6 @@ def test_what_travels_between_processes() -> None:
 
 
 def test_a_kernel_is_compiled_once() -> None:
-    """Tensors of one format and dtype share their kernel."""
     first, second = (SCHEMES["q8_0"].of(shape, F16) for shape in ((1, 32), (7, 64)))
     recipes: list[Any] = [first, second]
     kernels = [compile_kernel(one.recipe, F16, one.format) for one in recipes]
@@ -354,7 +350,6 @@ def test_a_kernel_is_compiled_once() -> None:
 
 
 def test_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another process links what one has compiled; it compiles nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled: list[str] = []
 

@@ -34,7 +34,6 @@ def quantised(form: Scheme, sample: Sample) -> tuple[dict[str, Array], Any]:
 
 
 def torched(torch: Any, sample: Sample) -> Any:
-    """A sample as torch's tensor."""
     if sample.src == BF16:
         return torch.from_numpy(sample.x.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(sample.x.copy())

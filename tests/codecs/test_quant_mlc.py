@@ -135,7 +135,6 @@ def test_nan_infinity_zeros_and_overflow(name: str) -> None:
 
 
 def by_numpy(x: Array, bits: int, group: int, kind: Any) -> tuple[Array, Array]:
-    """What one writes in numpy for rows of whole groups."""
     most = np.float32(2 ** (bits - 1) - 1)
     groups = x.astype(np.float32).reshape(-1, group)
     scales = (np.abs(groups).max(axis=1, keepdims=True) / most).astype(kind)
@@ -149,7 +148,6 @@ def by_numpy(x: Array, bits: int, group: int, kind: Any) -> tuple[Array, Array]:
 @SEVERAL
 @pytest.mark.parametrize("src", SOURCES, ids=str)
 def test_it_is_five_times_as_fast_as_numpy(name: str, src: DType) -> None:
-    """And gives the same words, in the processor time of one thread."""
     x = np.random.default_rng(1).standard_normal((400, 2560)).astype(np.float32).astype(src.numpy)
     data, form = memoryview(shaped(name, x).tobytes()), ALL_SCHEMES[name]
     tensor = form.of(shaped(name, x).shape, src)

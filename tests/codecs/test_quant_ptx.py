@@ -94,7 +94,6 @@ def test_warps_that_come_apart(name: str, ahead: Ahead) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_added(name: str) -> None:
-    """A tally goes on from what earlier launches left in it."""
     x = np.random.default_rng(6).standard_normal((4, 64)).astype(np.float32)
     x[0, 0], x[1, 1] = np.nan, np.inf
     before = Tally(0x7F000000, 1, 2.0, 4.0, 10, 20, 30)

@@ -35,7 +35,6 @@ CHUNK_NBYTES = 4 * 2**20
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
-    """The device, with its context current."""
     with CONTEXT.current():
         gpu = Gpu(MEMORY_NBYTES)
         yield gpu
@@ -44,7 +43,6 @@ def gpu() -> Iterator[Gpu]:
 
 @cache
 def kernel(name: str, src: DType) -> int:
-    """A kernel, loaded once."""
     ptx = quant_ptx(there(name).of((64, 64), src), src)
     return load_function(cuda._driver(), "cuda:0", ptx, SYMBOL).handle
 

@@ -58,7 +58,6 @@ NESTED = {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": 0.5
 
 
 def nf4(name: str = "l.q.weight", **changes: Any) -> Tensors:
-    """A weight of bitsandbytes' nf4."""
     return {
         name: filled("U8", 512, 1),
         f"{name}.absmax": filled("F32", 16),
@@ -68,7 +67,6 @@ def nf4(name: str = "l.q.weight", **changes: Any) -> Tensors:
 
 
 def nested(**changes: Any) -> Tensors:
-    """The same with nested statistics."""
     return nf4(**NESTED | changes) | {
         "l.q.weight.absmax": filled("U8", 16),
         "l.q.weight.nested_absmax": filled("F32", 4),
@@ -77,7 +75,6 @@ def nested(**changes: Any) -> Tensors:
 
 
 def int8() -> Tensors:
-    """A weight of bitsandbytes' int8."""
     return {
         "l.q.weight": filled("I8", 8, 16),
         "l.q.SCB": filled("F32", 8),
@@ -86,7 +83,6 @@ def int8() -> Tensors:
 
 
 def shape_of(*shape: int) -> _Tensor:
-    """The shape of a weight, as values."""
     return "I64", (len(shape),), np.array(shape, np.int64).tobytes()
 
 
@@ -133,7 +129,6 @@ def mxfp4() -> Tensors:
 
 
 def torchao() -> Tensors:
-    """A weight that torchao flattened."""
     return {"l.q._weight_qdata": filled("I8", 8, 16), "l.q._weight_scale": filled("F32", 8, 1)}
 
 
@@ -154,7 +149,6 @@ def write(
     config: Mapping[str, Any] | None = None,
     form: object = FORM,
 ) -> Checkpoint:
-    """A checkpoint of these tensors."""
     form = (config or {}).get("form", form)
     said = form if isinstance(form, str) else json.dumps(form)
     metadata = {"l.q.weight": said} if (config or {}).get("quant_method") == "torchao" else {}
@@ -264,7 +258,6 @@ def test_what_the_state_says_is_kept(tmp_path: Path) -> None:
 
 
 def test_two_weights_of_a_module_are_two(tmp_path: Path) -> None:
-    """Tensors of one layer go to the weights that their names say."""
     checkpoint = write(tmp_path, nf4("l.q.weight") | nf4("l.k.weight"))
     assert list(groups(checkpoint)) == ["l.q.weight", "l.k.weight"]
 
@@ -485,7 +478,6 @@ def test_values_that_lie_are_refused(tmp_path: Path, name: str) -> None:
     "form", ["{", "[]", {}, FORM | {"_data": 1}, FORM | {"_data": {"block_size": [1, 0]}}]
 )
 def test_metadata_that_lie_are_refused(tmp_path: Path, form: object) -> None:
-    """torchao's metadata of a weight must be there and say what it is."""
     with pytest.raises(CheckpointError, match="metadata") as caught:
         groups(write(tmp_path, torchao(), AO, form))
     assert caught.value.tensor == "l.q._weight_qdata"
@@ -524,14 +516,12 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def of(checkpoint: Checkpoint) -> Iterator[QuantizedWeight]:
-    """The quantised weights of a checkpoint."""
     found = groups(checkpoint)
     assert len(found) == 12
     yield from found.values()
 
 
 def test_a_conversion_keeps_them_in_one_file(mixed: Path, tmp_path: Path) -> None:
-    """However small files are, the tensors of a weight are in one of them."""
     out = tmp_path / "out"
     streamload.convert(mixed, out, max_shard_size="5kB", progress=False)
     converted = open_checkpoint(out)
@@ -620,7 +610,6 @@ def test_a_split_keeps_them_on_one_node(tmp_path: Path, count: int) -> None:
 
 
 def test_a_balanced_split_keeps_them_on_one_node(mixed: Path) -> None:
-    """By bytes alone too: over nodes, a weight is one thing."""
     checkpoint = open_checkpoint(mixed)
 
     def planned(nodes: Sequence[Node]) -> Plan:
@@ -639,7 +628,6 @@ def test_a_balanced_split_keeps_them_on_one_node(mixed: Path) -> None:
 
 
 def cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command prints."""
     app([str(argument) for argument in arguments], standalone_mode=False)
     return capsys.readouterr().out
 
@@ -661,7 +649,6 @@ def test_inspect_shows_one_line_for_each(mixed: Path, capsys: pytest.CaptureFixt
 
 
 def changed(folder: Path, change: Callable[[bytearray], None]) -> None:
-    """Change the bytes of a file."""
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
     change(data)
@@ -671,7 +658,6 @@ def changed(folder: Path, change: Callable[[bytearray], None]) -> None:
 def test_diff_and_verify_speak_of_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What differs in several tensors of a weight is one line, with its name and kind."""
     write(tmp_path / "in", nf4() | {"l.norm.weight": filled("BF16", 4)})
     out = tmp_path / "out"
     streamload.convert(tmp_path / "in", out, progress=False)

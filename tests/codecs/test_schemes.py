@@ -74,7 +74,6 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", LIBRARIES.ours)
 def test_a_row_states_what_its_library_has(name: str) -> None:
-    """The names of its schemes, the kinds of its layouts, and the roles of its states."""
     row = LIBRARIES[name]
     library = row.load()
     assert sorted(row.schemes + row.of_files) == sorted(library.schemes)
@@ -83,7 +82,6 @@ def test_a_row_states_what_its_library_has(name: str) -> None:
 
 
 def test_a_stored_layout_loads_and_converts(tmp_path: Path) -> None:
-    """Its weights are one tensor each, dequantized by the kernel, in loads and conversions."""
     values = np.arange(-64, 64, dtype=np.int8).reshape(4, 32)
     tensors = {"w.codes": entry(values), "w.step": entry(np.array([0.5], np.float32))}
     path = write(tmp_path / "in", [Sample("w", tensors, values * 0.5)])

@@ -63,7 +63,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_values_are_those_of_the_reference(
     source: Path, tmp_path: Path, dtype: str | None, max_shard_size: str
 ) -> None:
-    """Names, shapes and dtypes are those asked for, and values those of the cast in numpy."""
     report = quiet(source, tmp_path / "out", dtype=dtype, max_shard_size=max_shard_size)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys() == report.digests.keys()
@@ -99,7 +98,6 @@ def test_every_dtype_passes(tmp_path: Path) -> None:
 
 
 def test_only_tensors_without_elements(tmp_path: Path) -> None:
-    """A checkpoint of no bytes at all is one, too."""
     write_safetensors(tmp_path / "in" / "model.safetensors", {"a": ("F32", (0,), b"")})
     quiet(tmp_path / "in", tmp_path / "out", verify=True)
     assert tensors_of(tmp_path / "out") == {"a": (BY_CODE["F32"], (0,), b"")}
@@ -248,7 +246,6 @@ def test_folders_of_an_earlier_conversion_go_with_it(
 
 
 def test_folders_beside_go_to_each_node(source: Path, tmp_path: Path) -> None:
-    """As files do."""
     quiet(source, tmp_path / "in")
     (tmp_path / "in" / "1_Pooling").mkdir()
     (tmp_path / "in" / "1_Pooling" / "config.json").write_text("{}")
@@ -327,7 +324,6 @@ def test_selection_and_names(source: Path, tmp_path: Path) -> None:
 def test_a_source_in_the_cache_of_hugging_face(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A snapshot of links to blobs is a source like any other."""
     repo = tmp_path / "hub" / "models--me--it"
     snapshot = repo / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -382,7 +378,6 @@ def test_links_to_elsewhere_are_not_copied(source: Path, tmp_path: Path, name: s
 
 
 def test_links_within_the_folder_are_copied(source: Path, tmp_path: Path) -> None:
-    """Of files and of folders; also where the folder itself, and its weights, are links."""
     folder, out = tmp_path / "in", tmp_path / "out"
     quiet(source, tmp_path / "elsewhere")
     folder.mkdir()
@@ -474,7 +469,6 @@ def test_nodes(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_tied_head_is_copied_to_its_node(tmp_path: Path) -> None:
-    """A node with the head of a model that stores its embedding alone gets a copy of it."""
     tensors = {"model.embed_tokens.weight": ("U8", (8,), bytes(range(8)))}
     tensors |= {f"model.layers.{i}.w.weight": ("U8", (8,), bytes(8)) for i in range(4)}
     write_safetensors(tmp_path / "in" / SINGLE, tensors)
@@ -598,7 +592,6 @@ def test_a_finished_destination_is_replaced_only_if_asked(source: Path, tmp_path
 
 
 def test_a_failed_replacement_leaves_the_old_checkpoint(source: Path, tmp_path: Path) -> None:
-    """Until all of the new one is written the old one is there, whole."""
     out = tmp_path / "out"
     quiet(source, out, max_shard_size="300kB")
     before = files_of(out)
@@ -609,7 +602,6 @@ def test_a_failed_replacement_leaves_the_old_checkpoint(source: Path, tmp_path: 
 
 
 def test_resuming_what_is_finished_does_nothing(source: Path, tmp_path: Path) -> None:
-    """The same call again is told that all is there; nothing is read."""
     first = quiet(source, tmp_path / "out", dtype="float16", resume=True)
     again = quiet(source, tmp_path / "out", dtype="float16", resume=True)
     assert (first.resumed, again.resumed) == (0, len(first.digests))
@@ -734,7 +726,6 @@ def test_files_that_may_not_be_so_long(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(source: Path, small_disk: Callable[[str], Path]) -> None:
-    """It is said before anything is written, with the numbers."""
     disk = small_disk("size=1m")
     for dry_run in (True, False):
         with pytest.raises(PlanInfeasibleError) as raised:

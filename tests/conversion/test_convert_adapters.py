@@ -46,7 +46,6 @@ def base(tmp_path: Path) -> Path:
 
 
 def values(path: Path) -> dict[str, Array]:
-    """The arrays of a checkpoint."""
     return {
         name: np.frombuffer(data, dtype.numpy).reshape(shape)
         for name, (dtype, shape, data) in tensors_of(path).items()
@@ -54,13 +53,11 @@ def values(path: Path) -> dict[str, Array]:
 
 
 def change_config(path: Path, **changes: Any) -> None:
-    """Change settings of config.json."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
 def wide(array: Array) -> Array:
-    """In float64."""
     return array.astype(np.float64)
 
 
@@ -209,7 +206,6 @@ def test_a_conv1d(tmp_path: Path) -> None:
 def test_refused_by_name_before_anything_is_written(
     base: Path, tmp_path: Path, arrays: Mapping[str, Array], config: dict[str, Any], message: str
 ) -> None:
-    """With the key or the setting; nothing is left in the destination."""
     folder = adapter(tmp_path / "a", arrays, **config)
     with pytest.raises(CheckpointError, match=message):
         quiet(base, tmp_path / "out", adapters=[folder])

@@ -52,7 +52,6 @@ def test_killed_at_random_points(
 def test_killed_at_many_random_points(
     start: Start, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """The same at 50 points."""
     chance, longest_s = random.Random(50), duration(start, source, tmp_path / "first")
     for i in range(50):
         kill_and_resume(start, source, tmp_path / f"out{i}", whole, chance, longest_s)
@@ -141,13 +140,11 @@ class _StopError(Exception):
 
 
 def stop_later(done: int, total: int) -> None:
-    """End a conversion when all is read."""
     if done == total:
         raise _StopError
 
 
 def stop_now(*_: Any, **__: Any) -> None:
-    """End a conversion."""
     raise _StopError
 
 
@@ -195,7 +192,6 @@ def test_a_torn_journal(source: Path, whole: dict[str, bytes], tmp_path: Path, t
 def test_an_output_that_was_lost_is_written_again(
     source: Path, whole: dict[str, bytes], tmp_path: Path, lost: str
 ) -> None:
-    """A file that the journal knows and that is not there, or too short, is done again."""
     out = tmp_path / "out"
     unfinished(source, out)
     file = sorted((out / WORK / "out").glob("*.safetensors"))[0]

@@ -27,7 +27,6 @@ from streamload.planning.partition import Node
 
 
 def checkpoint(folder: Path, seed: int = 0, layers: int = 4) -> Path:
-    """A checkpoint of a few layers of 4 kB."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -40,7 +39,6 @@ def checkpoint(folder: Path, seed: int = 0, layers: int = 4) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A checkpoint without a configuration."""
     return checkpoint(tmp_path / "source", 1)
 
 
@@ -124,7 +122,6 @@ def test_nodes_where_a_checkpoint_is(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_where_a_file_would_be_is_seen_at_once(source: Path, tmp_path: Path) -> None:
-    """And not when all is written."""
     out = tmp_path / "out"
     (out / SINGLE).mkdir(parents=True)
     for how in ({}, {"overwrite": True}, {"dry_run": True}):
@@ -332,7 +329,6 @@ def test_what_vanishes_while_room_is_counted(
 def test_folders_above_a_destination_reach_the_disk(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A conversion that is finished is not lost with the folders that were made for it."""
     synced: list[Path] = []
     sync = os.fsync
 

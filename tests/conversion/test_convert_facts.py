@@ -58,7 +58,6 @@ def values(folder: Path, name: str) -> bytes:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The settings with which the result is opened."""
     if (chat := folder / "mlc-chat-config.json").exists():
         found: dict[str, Any] = json.loads(chat.read_text())["model_config"]
         return found
@@ -78,7 +77,6 @@ def test_another_head_is_kept(tmp_path: Path, target: str) -> None:
 
 @pytest.mark.parametrize("target", ["gguf", "mlc"])
 def test_a_head_of_the_same_values_is_stored_once(tmp_path: Path, target: str) -> None:
-    """If config.json ties it to the embedding."""
     source = make(tmp_path / "in", same=True, tie_word_embeddings=True)
     report = quiet(source, tmp_path / "out", **TARGETS[target])
     with pytest.raises(KeyError):
@@ -229,7 +227,6 @@ def mixture(folder: Path, *, fused: bool) -> Path:
     ids=lambda options: "-".join(options.values()),
 )
 def test_fused_experts_are_written(tmp_path: Path, options: dict[str, Any]) -> None:
-    """As the same experts in tensors of their own are, to the last byte."""
     for name, fused in (("one", True), ("several", False)):
         quiet(
             mixture(tmp_path / f"in-{name}", fused=fused), tmp_path / name, **options, verify=True
@@ -249,7 +246,6 @@ def test_fused_experts_are_written(tmp_path: Path, options: dict[str, Any]) -> N
 
 
 def test_packed_experts_are_written(tmp_path: Path) -> None:
-    """Experts of one tensor that are stored quantised are dequantised on the way."""
     source = mixture(tmp_path / "in", fused=True)
     quiet(source, tmp_path / "nf4", quant={"*.experts.*": "nf4"})
     quiet(tmp_path / "nf4", tmp_path / "plain", dtype="float32")

@@ -146,7 +146,6 @@ def test_verify_is_not_forgotten_by_a_resumption(source: Path, tmp_path: Path) -
     "line", ['{"tensor": 5}', '{"tensor": [1]}', '{"tensor": [99, "00", 0, 0, 0]}', "[" * 100_000]
 )
 def test_a_damaged_line_ends_the_journal(source: Path, tmp_path: Path, line: str) -> None:
-    """What comes before it counts, and nothing after it."""
     out = tmp_path / "out"
     with pytest.raises(RuntimeError, match="stop"):
         _stopped_before_publishing(source, out)
@@ -207,7 +206,6 @@ def test_a_source_that_the_destination_would_take_away_is_refused(
 
 @pytest.mark.parametrize("url", ["http://localhost/x", "https:/localhost/x"])
 def test_a_url_is_no_destination(source: Path, url: str) -> None:
-    """It would become a folder of that name."""
     with pytest.raises(ValueError, match="written to a folder"):
         _convert(source, url)  # type: ignore[arg-type]
 
@@ -243,7 +241,6 @@ def test_what_may_not_be_written_is_copied_once_more(source: Path, tmp_path: Pat
 def test_a_pattern_that_matches_nothing_is_a_slip(
     source: Path, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """Whatever it is for: it would be passed over without a word."""
     with pytest.raises(ValueError, match="no tensor's name matches"):
         streamload.convert(source, tmp_path / "out", progress=False, **arguments)
     assert not (tmp_path / "out").exists()

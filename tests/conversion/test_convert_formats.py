@@ -209,7 +209,6 @@ class Puzzle(FormatWriter):
     make: Callable[[Model], Sequence[Target]]
 
     def tensors(self) -> Sequence[Sequence[Target]]:
-        """What the test wants."""
         return [[wanted] for wanted in type(self).make(self.model)]
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
@@ -221,7 +220,6 @@ class Puzzle(FormatWriter):
         ]
 
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
-        """Where everything is, and the sums."""
         places = {t.name: [f.path, t.start, t.stop] for f in files for t in f.tensors}
         return {"note.txt": b"note", "index.json": json.dumps([places, dict(sums)]).encode()}
 
@@ -364,7 +362,6 @@ def test_what_is_put_together_is_quantized(tmp_path: Path) -> None:
 
 
 def test_a_conversion_that_was_cut_short_goes_on(tmp_path: Path) -> None:
-    """With sums of files that an earlier call wrote."""
     source(tmp_path / "in")
 
     def make(model: Model) -> list[Target]:
@@ -413,7 +410,6 @@ def test_what_cannot_be_made_is_one_error(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("blocks")
 def test_integers_and_odd_dtypes_pass(tmp_path: Path) -> None:
-    """What is not made of others passes as it is, of every dtype."""
     tensors = {}
     for i, (code, dtype) in enumerate(BY_CODE.items()):
         data = bytes((i + k) % 2 for k in range(dtype.nbytes(24)))

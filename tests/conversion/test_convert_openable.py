@@ -39,7 +39,6 @@ def falcon(folder: Path) -> None:
 
 @pytest.mark.parametrize("format", ["nf4", "int8", "q8_0"])
 def test_a_model_that_holds_none_is_refused(tmp_path: Path, format: str) -> None:
-    """By the classes of its modules, as `from_pretrained(quant=)` refuses it."""
     falcon(tmp_path / "in")
     for call in (
         lambda: convert(tmp_path / "in", tmp_path / "out", quant=format),
@@ -72,7 +71,6 @@ def test_experts_stay_as_they_are(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("format", ["nf4", "bitsandbytes-int8", "int8"])
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT2"])
 def test_transformers_opens_what_is_written(tmp_path: Path, name: str, format: str) -> None:
-    """With its own quantisers, and equal logits."""
     make(tmp_path / "in", name, torch.float32)
     needs_library("bitsandbytes")
     needs_library("compressed_tensors")

@@ -52,7 +52,6 @@ def quant_of(name: str) -> Any:
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
-    """The bytes of each tensor of a checkpoint."""
     return {name: data for name, (_, _, data) in tensors_of(path).items()}
 
 
@@ -161,7 +160,6 @@ def test_several_formats_have_a_configuration_of_their_own(tmp_path: Path) -> No
 
 
 def test_each_node_has_whole_weights(tmp_path: Path) -> None:
-    """Nodes are filled by the bytes of the parts, and each folder is a checkpoint."""
     path = source(tmp_path / "in")
     expected = found_in(load(path, quant="nf4"))
     budget = sum(map(len, expected.values())) * 2 // 3
@@ -223,7 +221,6 @@ def test_an_infinite_error_is_kept(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(
     tmp_path: Path, quant: Any, config: Any, error: type[Exception], says: str
 ) -> None:
-    """Before anything is written."""
     path = source(tmp_path / "in", config=config)
     with pytest.raises(error, match=says):
         quiet(path, tmp_path / "out", quant=quant)

@@ -89,7 +89,6 @@ def test_transformers_reads_it(llama: Any, tmp_path: Path) -> None:
 
 
 def test_mlx_lm_reads_it(llama: Any, tmp_path: Path) -> None:
-    """mlx-lm, where it is installed, loads a real Llama with the same values."""
     utils = needs.runtime("mlx_lm.utils")
     tree = needs.runtime("mlx.utils")
     model, folder = llama

@@ -136,7 +136,6 @@ def test_a_file_that_is_another_one_now(folder: Path, site: Site, tmp_path: Path
 
 
 def test_secrets_stay_out(folder: Path, site: Site, tmp_path: Path) -> None:
-    """What a query carries is in no report, sidecar or journal."""
     report = convert(site.url + f"{_first(folder)}?sig=se-cret", tmp_path / "out", progress=False)
     assert "se-cret" not in report.to_json() + str(report)
     assert all(b"se-cret" not in data for data in files_of(tmp_path / "out").values())
@@ -235,7 +234,6 @@ def test_folders_that_are_not_listed(folder: Path, tmp_path: Path) -> None:
 
 
 def test_folders_that_are_long_are_left(folder: Path, tmp_path: Path, hub: Hub) -> None:
-    """By their lengths in the list, before any of them is asked for."""
     with_folders(folder)
     (folder / "notes" / "b.txt").write_text("b")
     hub.size = 2**27 + 1

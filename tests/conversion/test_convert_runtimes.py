@@ -38,7 +38,6 @@ def source(folder: Path, **config: Any) -> Path:
 
 
 def said(folder: Path) -> dict[str, Any]:
-    """What config.json says."""
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found
 
@@ -124,7 +123,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_continued_for_the_same_runtime_only(tmp_path: Path) -> None:
-    """The sidecar knows what it was for."""
     path = source(tmp_path / "in")
     quiet(path, tmp_path / "out", runtime="candle")
     assert quiet(path, tmp_path / "out", runtime="candle", resume=True).read_nbytes == 0

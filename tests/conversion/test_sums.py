@@ -39,13 +39,11 @@ class Written:
         self._lock = threading.Lock()
 
     def add(self, part: tuple[int, int]) -> None:
-        """Write a part, and add it."""
         start, stop = part
         self.file[start:stop] = self.data[start:stop]
         self.sum.add(start, memoryview(self.data)[start:stop], self.read)
 
     def read(self, start: int, out: memoryview) -> None:
-        """What a sum reads back."""
         out[:] = self.file[start : start + out.nbytes]
         with self._lock:
             self.read_nbytes += out.nbytes
@@ -57,7 +55,6 @@ class Written:
 
 
 def test_parts_in_their_order_are_not_read_back() -> None:
-    """Only what was in the file before is."""
     written = Written(0)
     for part in written.parts:
         written.add(part)
@@ -67,7 +64,6 @@ def test_parts_in_their_order_are_not_read_back() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_parts_in_any_order(seed: int) -> None:
-    """From one thread, and from several."""
     for threads in (1, 4):
         written = Written(seed)
         written.chance.shuffle(written.parts)

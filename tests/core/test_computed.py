@@ -46,7 +46,6 @@ def save(path: Path, **arrays: Any) -> Path:
 
 
 def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
-    """Load without a bar."""
     return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
@@ -118,7 +117,6 @@ def test_tensors_of_tinygrad_that_are_no_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "tinygrad"])
 def test_a_scalar_may_be_stored_as_one_element(tmp_path: Path, framework: str) -> None:
-    """And the other way round, as torch and tinygrad have it."""
     module = needs.module(framework)
     if framework == "torch":
         model = {"a": module.zeros(()), "b": module.zeros(1)}
@@ -130,7 +128,6 @@ def test_a_scalar_may_be_stored_as_one_element(tmp_path: Path, framework: str) -
 
 
 def test_what_stays_elsewhere_is_told(tmp_path: Path) -> None:
-    """A buffer that is not loaded stays on its device: the notes say so."""
     tinygrad = needs.module("tinygrad")
     for name in ("CPU", "CL"):
         needs.device(name)

@@ -44,7 +44,6 @@ def test_numpy_has_the_same(dtype: DType) -> None:
 
 
 def test_sizes_below_a_byte_round_up() -> None:
-    """Whole bytes hold the elements, whatever their bits."""
     assert [BY_CODE["F4"].nbytes(n) for n in range(4)] == [0, 1, 1, 2]
     assert [BY_CODE["F6_E2M3"].nbytes(n) for n in range(5)] == [0, 1, 2, 3, 3]
     assert F64.nbytes(10**12) == 8 * 10**12
@@ -80,7 +79,6 @@ def test_spellings(given: Any, expected: DType) -> None:
 
 
 def test_tinygrads_dtypes() -> None:
-    """Those of tinygrad are read by what they print as."""
     from tinygrad import dtypes
 
     assert parse_dtype(dtypes.half) is F16

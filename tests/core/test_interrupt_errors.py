@@ -46,7 +46,6 @@ def _bound() -> ValueError:
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, as if it were the package's."""
     return FunctionType(function.__code__, globals() | {"__name__": "streamload.own"})
 
 

@@ -12,7 +12,6 @@ from streamload.core.memory_rate import keep_rate, kept_rate
 def test_a_rate_is_found_by_every_name_of_its_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of this machine; the last that was kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kept_rate("cuda:0") is None
     keep_rate("CUDA", 3000.0)

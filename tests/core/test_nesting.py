@@ -37,7 +37,6 @@ def levels(value: Any) -> int:
 
 @given(VALUES, st.booleans())
 def test_levels_are_counted_outside_of_strings(value: Any, ascii_only: bool) -> None:
-    """As a parsed value has them, whatever brackets, quotes and escapes its strings have."""
     text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     count = levels(value)
     with pytest.MonkeyPatch.context() as patched:
@@ -105,7 +104,6 @@ CASES = [
 def test_deep_nesting_is_an_error_and_no_signal(
     tmp_path: Path, form: str, name: str, what: str, said: str
 ) -> None:
-    """Also where the limit of recursion was raised, as some programs do."""
     write_safetensors(tmp_path / "model.safetensors", {"a": ("U8", [1], b"x")})
     deep = DEEP.encode()
     forms = {

@@ -19,7 +19,6 @@ if not Path("/proc/self/pagemap").exists():
 
 @pytest.mark.parametrize("flags", [mmap.MAP_PRIVATE, mmap.MAP_SHARED], ids=["private", "shared"])
 def test_pages_count_when_they_were_written(flags: int) -> None:
-    """Anonymous memory counts page by page, from its first write on."""
     own = _own(flags)
     assert _reusable(own) == 0
     own[: NBYTES // 2] = b"x" * (NBYTES // 2)
@@ -105,8 +104,6 @@ def test_many_ranges_in_any_order() -> None:
 
 
 def test_without_a_page_map_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system does not tell, the answer is None."""
-
     def absent(*_: object, **options: object) -> int:
         raise FileNotFoundError("/proc/self/pagemap")
 

@@ -166,7 +166,6 @@ def test_percentages_are_exact(percent: int, free: int) -> None:
 
 @pytest.mark.parametrize("size", [{}, {"nbytes": 1, "fraction": 0.5}, {"nbytes": 0}])
 def test_a_size_is_one_of_two(size: dict[str, int]) -> None:
-    """Bytes or a fraction, never both or none, and never nothing."""
     with pytest.raises(ValueError, match=r"size|budget"):
         Size(**size)
 
@@ -202,7 +201,6 @@ def test_canonical_names() -> None:
 
 
 def lay_out(root: Path, files: dict[str, str]) -> Path:
-    """Write files below ``root``."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +209,6 @@ def lay_out(root: Path, files: dict[str, str]) -> Path:
 
 
 def meminfo(available_nbytes: int) -> dict[str, str]:
-    """A /proc/meminfo with that much available."""
     return {
         "proc/meminfo": f"MemTotal:       99999999 kB\nMemFree:        12 kB\n"
         f"MemAvailable:   {available_nbytes // 1024} kB\nHugePages_Total:       0\n"
@@ -520,13 +517,11 @@ def test_this_system() -> None:
 
 
 def cpu_v1(group: str, quota: object, period: object = 100_000) -> dict[str, str]:
-    """The files of a v1 group."""
     at = f"sys/fs/cgroup/cpu{group}"
     return {f"{at}/cpu.cfs_quota_us": f"{quota}\n", f"{at}/cpu.cfs_period_us": f"{period}\n"}
 
 
 def cpu_v2(group: str, quota: object, period: object = 100_000) -> dict[str, str]:
-    """The file of a v2 group."""
     return {f"sys/fs/cgroup{group}/cpu.max": f"{quota} {period}\n"}
 
 
@@ -665,7 +660,6 @@ def test_the_ledger_counts_and_refuses() -> None:
 
 
 def test_a_lease_ends_with_its_block() -> None:
-    """Also when the block raises; a lease that is refused holds nothing."""
     ledger = Ledger({"CL": 100})
     with ledger.lease("CL", 80):
         assert ledger.held("CL") == 80

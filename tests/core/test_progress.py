@@ -15,8 +15,6 @@ from streamload.core.progress import reporting
 
 
 class Stderr(io.StringIO):
-    """A stream that says whether it is a terminal."""
-
     def __init__(self, terminal: bool) -> None:
         super().__init__()
         self.terminal = terminal
@@ -26,8 +24,6 @@ class Stderr(io.StringIO):
 
 
 class Clock:
-    """Time that a test moves."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
@@ -98,7 +94,6 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, progress: Any, col
 def test_without_stderr_there_is_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, progress: Any
 ) -> None:
-    """A daemon has none, and its log may go to a file."""
     monkeypatch.setattr(module.sys, "stderr", None)
     clock = Clock(monkeypatch)
     with caplog.at_level(logging.INFO), reporting(progress, 100) as tell:

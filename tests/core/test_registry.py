@@ -178,7 +178,6 @@ def site(tmp_path: Path) -> Path:
 
 
 def run(site: Path, code: str) -> None:
-    """Run a program in the folder."""
     done = subprocess.run([sys.executable, "-c", code], cwd=site, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -192,7 +191,6 @@ def test_a_strangers_row_is_met(site: Path, group: str) -> None:
 
 
 def test_a_plain_load_looks_for_no_entry_point(site: Path) -> None:
-    """Its file, dtype and device are ours."""
     run(
         site,
         "import importlib.metadata as metadata, streamload\n"

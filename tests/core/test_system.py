@@ -161,7 +161,6 @@ def test_views_of_many_lengths_leave_nothing() -> None:
 
 
 def test_reading_at_a_place_without_preadv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bytes come to their place in pieces, and none after the end."""
     monkeypatch.delattr(os, "preadv", raising=False)
     data = np.random.default_rng(2).bytes(2**20 + 5)
     (tmp_path / "file").write_bytes(data)
@@ -174,7 +173,6 @@ def test_reading_at_a_place_without_preadv(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_windows_is_told_what_is_missing() -> None:
-    """An import on Windows ends with one sentence, whatever else is missing there."""
     code = """
     import mmap, os, sys
     sys.modules["fcntl"] = None

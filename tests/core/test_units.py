@@ -79,7 +79,6 @@ def test_formatting(nbytes: float, text: str) -> None:
 
 @given(st.integers(0, 10**18))
 def test_formatted_sizes_are_read_back(nbytes: int) -> None:
-    """What is printed is a size that can be given, within half a percent."""
     again = parse_bytes(format_bytes(nbytes))
     assert abs(again - nbytes) <= 0.005 * nbytes
 

@@ -88,7 +88,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, path: Path, code: str) -> None:
-    """Run code after the prelude."""
     cuda_stand_in.run(folder, PRELUDE + code, path)
 
 
@@ -141,7 +140,6 @@ end()
 
 
 def test_copies_wait_for_work_of_other_streams(folder: Path, path: Path) -> None:
-    """Those from slots, and those from locked pages."""
     run(
         folder,
         path,
@@ -178,7 +176,6 @@ end()
 
 
 def test_pages_are_unlocked_when_memory_is_short(folder: Path, path: Path) -> None:
-    """All that is more than half of what is available; what is read then is right, too."""
     run(
         folder,
         path,
@@ -232,7 +229,6 @@ end()
 
 
 def test_descriptors_that_run_out_are_no_failure(folder: Path, path: Path) -> None:
-    """Nothing is locked then, and none is lost."""
     run(
         folder,
         path,

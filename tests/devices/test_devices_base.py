@@ -48,7 +48,6 @@ def said(done: subprocess.CompletedProcess[str]) -> Any:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """One small tensor."""
     data = np.arange(4, dtype=np.float32).tobytes()
     return write_safetensors(tmp_path / "x.safetensors", {"w": ("F32", (4,), data)})
 
@@ -100,7 +99,6 @@ def test_a_device_whose_compiler_is_missing_is_not_found(
 def test_auto_takes_what_works_down_to_the_host(
     tmp_path: Path, checkpoint: Path, bare_path: str
 ) -> None:
-    """And says which it took, and why not the others."""
     (tmp_path / "no drivers").mkdir()
     nothing = {"PATH": bare_path, "OCL_ICD_VENDORS": str(tmp_path / "no drivers")}
     answer = said(child(LOAD, tmp_path, checkpoint, "auto", **nothing))
@@ -185,7 +183,6 @@ def kept_probe(folder: Path, framework: str, name: str) -> tuple[ProbeResult, Pa
 
 
 def test_a_probe_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the process, and on disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probing, "_PROBES", {})
     first, file = kept_probe(tmp_path, "tinygrad", "PYTHON")
@@ -197,7 +194,6 @@ def test_a_probe_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_damaged_probe_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the file is damaged; it is whole again then."""
     probed = fake(tmp_path, monkeypatch)
     first, file = kept_probe(tmp_path, "fake", "lasting")
     good = file.read_bytes()
@@ -213,7 +209,6 @@ def test_a_damaged_probe_is_made_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_probe_that_others_could_have_written_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As compiled code is compiled again: what is kept has one way in."""
     probed = fake(tmp_path, monkeypatch)
     first, file = kept_probe(tmp_path, "fake", "lasting")
     inode = file.stat().st_ino
@@ -229,7 +224,6 @@ def test_a_probe_that_others_could_have_written_is_made_again(
 def test_folders_are_this_users_alone_under_any_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
 ) -> None:
-    """All that are made for what is kept, from the home on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     before = os.umask(umask)
     try:
@@ -244,7 +238,6 @@ def test_folders_are_this_users_alone_under_any_umask(
 
 
 def test_a_user_without_a_home_keeps_nothing(tmp_path: Path) -> None:
-    """Nothing is made where the process happens to be."""
     code = "from streamload.core import disk_cache as _kept; "
     code += "_kept.lend_caches(); _kept.keep(b'x', 'it'); "
     code += "print(_kept.read_kept('it'))"
@@ -347,7 +340,6 @@ def test_a_child_that_dies_is_a_device_that_does_not_work(
 
 
 def test_the_host_needs_no_compiler() -> None:
-    """It always works."""
     assert probing.probe("host", "host").works
 
 
@@ -366,12 +358,10 @@ def test_the_host_needs_no_compiler() -> None:
     ],
 )
 def test_a_name_may_carry_its_framework(name: str, expected: tuple[str | None, str]) -> None:
-    """In front, before a colon."""
     assert names.split_name(name) == expected
 
 
 def test_a_framework_that_is_not_known_is_refused() -> None:
-    """With those that are."""
     with pytest.raises(DeviceNotFoundError, match="no such framework") as caught:
         names.framework("jax")
     assert {"tinygrad", "host"} <= set(caught.value.working)
@@ -415,7 +405,6 @@ def test_the_environment_is_read_when_it_is_asked_for(
     variables: Mapping[str, str],
     expected: tuple[str | None, str | None],
 ) -> None:
-    """An empty variable is one that is not set."""
     for name in ("STREAMLOAD_DEVICE", "SUPPORT_BF16"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -425,7 +414,6 @@ def test_the_environment_is_read_when_it_is_asked_for(
 
 
 def test_a_wrong_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what it may be."""
     monkeypatch.setenv("SUPPORT_BF16", "yes")
     with pytest.raises(ValueError, match="'yes'; expected 0 or 1"):
         names.environment_fp16_cast()

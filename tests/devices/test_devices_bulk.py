@@ -67,8 +67,6 @@ class Driver:
 
 
 class Slots:
-    """Slots in host memory."""
-
     def __init__(self, count: int, nbytes: int) -> None:
         self._memory = [bytearray(nbytes) for _ in range(count)]
         self.rows = [
@@ -79,8 +77,6 @@ class Slots:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[[bytes], int]:
-    """A factory of open files."""
-
     def make(data: bytes) -> int:
         path = tmp_path / "data"
         path.write_bytes(data)

@@ -84,7 +84,6 @@ def _run(folder: Path, code: str) -> None:
     ],
 )
 def test_what_was_destroyed_may_not_be_used(code: str, said: str, folder: Path) -> None:
-    """The stand-in ends the process, and says what was wrong."""
     with pytest.raises(AssertionError, match=f"the stand-in of CUDA's driver: {said}"):
         _run(
             folder,
@@ -102,7 +101,6 @@ def call(name, *arguments):
 
 
 def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
-    """With the call that refused it."""
     _run(
         folder,
         """
@@ -225,7 +223,6 @@ check_clean()
 
 
 def test_what_was_copied_is_cast_on_the_device(folder: Path) -> None:
-    """Where it lies, or from scratch to its place; what changes is counted."""
     _run(
         folder,
         """

@@ -54,7 +54,6 @@ def test_every_dtype_of_a_byte_or_more_is_an_array(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2"])
 def test_dtypes_below_a_byte_are_refused_by_name(tmp_path: Path, code: str) -> None:
-    """numpy cannot hold them."""
     data = bytes(BY_CODE[code].nbytes(8))
     path = write_safetensors(tmp_path / "x.safetensors", {"small": (code, (8,), data)})
     with pytest.raises(UnsupportedCastError, match="small"):
@@ -119,7 +118,6 @@ def test_an_array_whose_dtype_cannot_be_kept_is_named_with_what_to_write(tmp_pat
 
 
 def test_an_array_keeps_its_dtype_through_a_failed_load(tmp_path: Path) -> None:
-    """A load that completes a failed one fills the same array, in its dtype."""
     array = np.zeros(3, np.float16)
     model: dict[str, Any] = {"w": array}
     path = save(tmp_path, {"w": np.array([1e30, 1, 2], np.float32)})
@@ -131,7 +129,6 @@ def test_an_array_keeps_its_dtype_through_a_failed_load(tmp_path: Path) -> None:
 
 
 def test_arrays_that_cannot_be_filled_are_named(tmp_path: Path) -> None:
-    """They are replaced by arrays of the same dtype, and a note says which."""
     fixed = np.zeros((3, 4), np.float32)
     fixed.setflags(write=False)
     columns = np.asfortranarray(np.zeros((3, 4), np.float32))
@@ -145,7 +142,6 @@ def test_arrays_that_cannot_be_filled_are_named(tmp_path: Path) -> None:
 
 
 def test_a_readonly_array_is_replaced(tmp_path: Path) -> None:
-    """An array that must not be written is not."""
     array = np.zeros((3, 4), np.float32)
     array.setflags(write=False)
     model = {"w": array}
@@ -159,7 +155,6 @@ def test_a_readonly_array_is_replaced(tmp_path: Path) -> None:
 def test_arrays_on_mapped_files_are_written_where_they_are(
     tmp_path: Path, mode: Any, device: str | None
 ) -> None:
-    """A memmap is an array of the host; its file is written if it is open for that."""
     wanted = floats(0, 30, 50)
     path, file = save(tmp_path / "in", {"a": wanted, "b": wanted}), tmp_path / "out.bin"
     file.write_bytes(bytes(2 * wanted.nbytes))
@@ -190,7 +185,6 @@ def test_an_array_on_a_mapped_file_is_not_replaced(tmp_path: Path) -> None:
 def test_a_mapped_file_that_is_open_for_reading_is_refused_by_name(
     tmp_path: Path, part: slice
 ) -> None:
-    """With how to open it; nothing else of the model is touched."""
     path = save(tmp_path / "in", {"a": floats(0, 4, 5), "b": floats(1, 4, 5)})
     np.save(tmp_path / "a.npy", np.zeros((4, 5), np.float32))
     model = {"a": np.load(tmp_path / "a.npy", mmap_mode="r")[part], "b": np.zeros((4, 5), "f4")}
@@ -212,7 +206,6 @@ def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
 
 
 def test_a_view_is_written_where_it_lies_or_refused(tmp_path: Path) -> None:
-    """A part of another array stays a part of it."""
     whole = np.zeros((10, 4), np.float32)
     load({"rows": whole[2:5]}, save(tmp_path, {"rows": floats(1, 3, 4)}))
     assert (whole[2:5] == floats(1, 3, 4)).all()
@@ -262,7 +255,6 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_an_invalid_array_raises_whenever_it_is_used(use: str) -> None:
-    """Whatever asks for its values."""
     with pytest.raises(DeviceError, match="'w' holds no values"):
         USES[use](InvalidArray("w", "float32", (3,)))
 
@@ -286,7 +278,6 @@ def test_a_failed_load_can_be_called_again(tmp_path: Path) -> None:
     "model", [SimpleNamespace(w=np.zeros(3)), [np.zeros(3)], MappingProxyType({"w": np.zeros(3)})]
 )
 def test_only_a_dict_of_arrays_can_be_filled(tmp_path: Path, model: Any) -> None:
-    """Arrays are replaced in the dict that holds them; other holders are refused."""
     with pytest.raises(ValueError, match="into a dict"):
         load(model, save(tmp_path, {"w": floats(1, 3)}))
 
@@ -310,7 +301,6 @@ def test_there_is_one_host() -> None:
 
 
 def test_a_window_is_the_arrays_own_memory() -> None:
-    """Of any rank; bytes outside stay what they are."""
     device = FRAMEWORK.device("host")
     buffer = device.allocate(F32, (2, 3))
     buffer[...] = 7

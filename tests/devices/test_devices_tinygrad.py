@@ -72,13 +72,11 @@ def cached_nbytes(device: str) -> int:
 
 
 def used_nbytes(device: str) -> int:
-    """What tinygrad says is allocated."""
     gc.collect()
     return int(GlobalCounters.mem_used_per_device[device])
 
 
 def full(value: float, *shape: int, device: str, dtype: Any = dtypes.float32) -> Tensor:
-    """A realised tensor."""
     return Tensor.full(shape, value, dtype=dtype, device=device).contiguous().realize()
 
 
@@ -110,7 +108,6 @@ def test_same_size_and_dtype_is_written_in_place(tmp_path: Path, device: str) ->
 def test_realised_tensors_keep_their_dtype_and_lazy_ones_do_not(
     tmp_path: Path, device: str, dtype: Any
 ) -> None:
-    """What is realised is filled where it is; what is lazy becomes what the device computes in."""
     path = save(tmp_path, {"here": floats(1, 30), "lazy": floats(2, 30)}, "BF16")
     model = {
         "here": full(1, 30, device=device, dtype=dtype),
@@ -231,7 +228,6 @@ def test_tied_parameters_are_loaded_once_and_stay_tied(
 
 
 def test_tied_lazy_parameters_stay_tied(tmp_path: Path) -> None:
-    """Parameters that were never realised are tied where they are one graph."""
     lazy = Tensor.ones(4, device="CL") * 3
     model = {"a": lazy, "b": Tensor(lazy.uop), "c": Tensor.ones(4, device="CL") * 4}
     load(model, save(tmp_path, {"a": floats(1, 4), "c": floats(2, 4)}), device="CL")
@@ -285,7 +281,6 @@ def test_a_view_that_would_change_its_dtype_is_refused(tmp_path: Path) -> None:
 def test_a_view_that_cannot_be_written_is_refused_by_name(
     tmp_path: Path, device: str, cut: Callable[[Tensor], Tensor], why: str
 ) -> None:
-    """Before anything is read, with the reason."""
     whole = full(1, 10, 10, device=device)
     model = {"part": cut(whole)}
     path = save(tmp_path, {"part": floats(1, *map(int, model["part"].shape))})
@@ -481,7 +476,6 @@ def test_every_dtype_that_tinygrad_has_arrives_bit_for_bit(tmp_path: Path, devic
 def test_a_dtype_that_tinygrad_lacks_is_refused_before_anything(
     tmp_path: Path, code: str, shape: tuple[int, ...], dtype: str | None
 ) -> None:
-    """By tensor and dtype; nothing is allocated."""
     nbytes = BY_CODE[code].nbytes(shape[0])
     tensors = {"fine": ("F32", (1,), bytes(4)), "odd": (code, shape, bytes(nbytes))}
     path = write_safetensors(tmp_path / "x.safetensors", tensors)
@@ -546,7 +540,6 @@ def test_an_invalid_parameter_raises_whenever_it_is_used(tmp_path: Path, device:
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("device", [*DEVICES, "PYTHON"])
 def test_every_use_of_an_invalid_parameter_raises(device: str, use: str) -> None:
-    """Each way to look at the values raises, and leaves the parameter invalid."""
     parameter = tinygrad_tensors.TinygradParameter(("w",), [tensor := full(1, 8, device=device)])
     parameter.invalidate(keep=False)
     for _ in range(2):
@@ -651,7 +644,6 @@ def test_every_way_in_is_exact(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_device_reads_back_what_was_written(way: str) -> None:
-    """Any range, with nothing else touched."""
     device = WAYS[way]()
     buffer = device.allocate(BY_NAME["uint8"], (1000,))
     staging = device.staging(1000)
@@ -819,20 +811,17 @@ def test_memory_is_not_resident_before_it_is_written() -> None:
 
 @pytest.mark.parametrize("name", ["cl", "CL", "CL:0", "cl:0"])
 def test_names_are_tinygrads(name: str) -> None:
-    """Case and a trailing :0 do not matter."""
     assert ours.FRAMEWORK.canonical(name) == "CL"
     assert ours.FRAMEWORK.device(name).name == "CL"
 
 
 @pytest.mark.parametrize("name", ["NOSUCH", "CL:7", "CUDA:99"])
 def test_a_device_that_is_not_there_is_an_error_of_ours(name: str) -> None:
-    """Whatever tinygrad raises for it."""
     with pytest.raises(DeviceNotFoundError):
         ours.FRAMEWORK.device(name)
 
 
 def test_an_allocation_beyond_the_largest_is_an_error_of_ours() -> None:
-    """With the size; nothing stays behind."""
     device = ours.FRAMEWORK.device("CL")
     before = used_nbytes("CL")
     most = device.info.largest_allocation_nbytes
@@ -873,7 +862,6 @@ def test_opening_a_device_says_what_it_is() -> None:
 
 
 def test_a_tensor_stands_on_its_buffer() -> None:
-    """No copy is made, and the buffer lives as long as the tensor."""
     device = ours.FRAMEWORK.device("CL")
     buffer = device.allocate(F32, (2, 3))
     assert isinstance(buffer, Buffer)
@@ -944,7 +932,6 @@ def test_a_load_after_a_failed_one_writes_the_same_memory(tmp_path: Path, device
 
 
 def test_a_view_is_still_one_after_a_failed_load(tmp_path: Path) -> None:
-    """The next load writes into the tensor that it is a view of."""
     whole = full(1, 10, 4, device="CPU")
     model = {"w": whole[2:5]}
     path = fail(model, tmp_path)
@@ -981,7 +968,6 @@ def test_memory_that_a_failed_load_kept_goes_when_it_is_replaced(
 
 
 def test_a_failed_load_keeps_counting_the_memory_that_it_keeps(tmp_path: Path) -> None:
-    """The ledger holds what is written in place: it is still there."""
     model = {"w": full(1, 8, device="CPU")}
     checkpoint = open_checkpoint(save(tmp_path, {"w": floats(1, 8)}))
     device = ours.FRAMEWORK.device("CPU")
@@ -1049,7 +1035,6 @@ def test_memory_under_a_lazy_graph_is_counted_and_goes(tmp_path: Path, device: s
 def test_memory_under_a_lazy_graph_that_is_held_leaves_it_as_it_was(
     tmp_path: Path, device: str
 ) -> None:
-    """The reason is said, and the graph still computes what it did."""
     weights = [full(3, 1 << 14, device=device), full(4, 1 << 14, device=device)]
     model = {"w": (weights[0] + weights[1]).half()}
     path = save(tmp_path, {"w": floats(1, 1 << 14)}, "F16")
@@ -1087,7 +1072,6 @@ def test_memory_under_lazy_graphs_is_counted_once() -> None:
 
 
 def test_a_model_that_moves_leaves_nothing_on_the_device_it_was_on(tmp_path: Path) -> None:
-    """Nor in the allocator of that device, though the load is not for it."""
     before = used_nbytes("CPU")
     model = {f"w{i}": full(1, 100_000 + i, device="CPU") for i in range(3)}
     values = {k: floats(1, *map(int, t.shape)) for k, t in model.items()}
@@ -1098,7 +1082,6 @@ def test_a_model_that_moves_leaves_nothing_on_the_device_it_was_on(tmp_path: Pat
 
 
 def test_two_loads_may_run_side_by_side_on_one_device(tmp_path: Path) -> None:
-    """They share an allocator, and each gets its values."""
     values = {f"w{i}": floats(i, 100 + i) for i in range(60)}
     path = save(tmp_path, values)
     failures: list[BaseException] = []
@@ -1121,8 +1104,6 @@ def test_two_loads_may_run_side_by_side_on_one_device(tmp_path: Path) -> None:
 
 
 def test_an_allocation_that_fails_names_the_parameter(tmp_path: Path) -> None:
-    """With the allocator's words and the size."""
-
     class Full(ours._HostVisibleDevice):
         def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
             raise AllocationError(self.name, "no room", nbytes=32)
@@ -1151,7 +1132,6 @@ def test_a_device_says_how_many_buffers_it_can_hold() -> None:
 
 
 def test_a_problem_names_the_device_once() -> None:
-    """A probe's problem stands where the device is named already."""
     result = ours.FRAMEWORK.probe("NOSUCH", False)
     assert not result.works
     assert "NOSUCH" not in result.problem.partition("tinygrad cannot open it")[0]
@@ -1176,7 +1156,6 @@ Compilation terminated.
     ],
 )
 def test_a_problem_is_the_line_that_says_what_is_wrong(error: Exception, said: str) -> None:
-    """Not the last line of a compiler, and not the heading over what each renderer lacks."""
     problem = ours._problem(error)
     assert said in problem
     assert "\n" not in problem and problem.count(said) == 1

@@ -98,7 +98,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, path: Path, code: str, **variables: str) -> None:
-    """Run code after the prelude."""
     cuda_stand_in.run(folder, PRELUDE + code, path, **variables)
 
 

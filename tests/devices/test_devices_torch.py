@@ -42,7 +42,6 @@ from streamload.devices.torch.tensors import TorchParameter  # noqa: E402
 
 
 def save(folder: Path, tensors: Mapping[str, Any]) -> Path:
-    """Write tensors to a file, each on its own."""
     path = folder / "x.safetensors"
     save_file(
         {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path
@@ -51,12 +50,10 @@ def save(folder: Path, tensors: Mapping[str, Any]) -> Path:
 
 
 def load(model: Any, path: Path, **arguments: Any) -> Any:
-    """Load without a progress line."""
     return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
 def parameter(model: Any, name: str) -> TorchParameter:
-    """The parameter that has a name."""
     found = [p for p in FRAMEWORK.parameters(model) if name in p.names]
     assert len(found) == 1
     assert isinstance(found[0], TorchParameter)
@@ -64,18 +61,15 @@ def parameter(model: Any, name: str) -> TorchParameter:
 
 
 def linear(rows: int = 4, columns: int = 4, **arguments: Any) -> Any:
-    """A layer without a bias."""
     return nn.Linear(columns, rows, bias=False, **arguments)
 
 
 def numbers(*shape: int, seed: int = 0, dtype: Any = None) -> Any:
-    """The same numbers for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype or torch.float32)
 
 
 def filled(device: Any, dtype: Any, data: bytes) -> Any:
-    """A buffer that holds the bytes."""
     buffer = device.allocate(dtype, (len(data) // dtype.itemsize,))
     staging = device.staging(len(data))
     staging.view[:] = data
@@ -126,7 +120,6 @@ def test_a_device_cast_is_at_its_place_and_right() -> None:
 
 
 def test_windows_of_the_cpu_are_the_tensor_itself() -> None:
-    """What is written into windows, of any part and several at once, is in the tensor."""
     device = CPUDevice("cpu")
     buffer = device.allocate(F32, (2, 3))
     values = np.arange(6, dtype=np.float32).tobytes()
@@ -153,7 +146,6 @@ def test_a_window_that_an_error_still_shows_does_not_hide_the_error() -> None:
 
 @pytest.mark.parametrize("kind", [TorchDevice, CPUDevice])
 def test_released_memory_is_gone_whoever_holds_the_tensor(kind: Any) -> None:
-    """The storage dies at release, and the tensor has no elements any more."""
     device = kind("cpu")
     buffer = device.allocate(BF16, (1000,))
     storage = torch.multiprocessing.reductions.StorageWeakRef(buffer.untyped_storage())
@@ -164,7 +156,6 @@ def test_released_memory_is_gone_whoever_holds_the_tensor(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [TorchDevice, CPUDevice])
 def test_memory_that_cannot_be_had_is_an_error_with_the_bytes(kind: Any) -> None:
-    """An allocation that the system refuses names device and bytes."""
     with pytest.raises(AllocationError) as caught:
         kind("cpu").allocate(F32, (2**48,))
     assert (caught.value.device, caught.value.nbytes) == ("cpu", 2**50)
@@ -186,7 +177,6 @@ def test_the_cpu_says_what_it_is() -> None:
     [("cpu", "cpu"), ("CPU", "cpu"), ("cpu:0", "cpu"), ("cuda", "cuda:0"), ("CUDA:1", "cuda:1")],
 )
 def test_names_are_torchs_with_an_index(name: str, canonical: str) -> None:
-    """One device has one name, and asking for it opens nothing."""
     assert FRAMEWORK.canonical(name) == canonical
     assert FRAMEWORK.canonical(canonical) == canonical
 
@@ -203,14 +193,12 @@ def test_a_device_that_is_not_here_is_an_error_with_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hpu", "meta"])
 def test_a_probe_of_what_is_not_here_says_so(name: str) -> None:
-    """A probe raises nothing: it says what the problem is."""
     result = FRAMEWORK.probe(name, False)
     assert not result.works
     assert result.problem
 
 
 def test_the_cpu_is_the_default_and_a_candidate() -> None:
-    """Without an accelerator it is the device that is taken, also where the default is meta."""
     assert FRAMEWORK.candidates()[-1] == "cpu"
     assert FRAMEWORK.trusted("cpu")
     if FRAMEWORK.candidates() != ["cpu"]:
@@ -342,13 +330,11 @@ def test_a_dict_that_holds_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_holders_of_tensors_are_refused() -> None:
-    """A list of tensors is neither a module nor a dict."""
     with pytest.raises(ValueError, match="list"):
         FRAMEWORK.parameters([numbers(2)])
 
 
 def test_compiled_modules_have_the_names_of_what_they_wrap() -> None:
-    """torch.compile wraps a module; its parameters are the wrapped ones."""
     module = linear()
     found = parameter(torch.compile(module), "weight")
     assert found.wrapped == ("_orig_mod.weight",)
@@ -401,7 +387,6 @@ def test_tied_weights_stay_tied(tmp_path: Path, make: Callable[[], Any], dtype: 
 def test_a_failed_load_does_not_part_what_is_tied(
     tmp_path: Path, make: Callable[[], Any], keep: bool
 ) -> None:
-    """Invalid parameters that were tied are one parameter for the next load, and tied after it."""
     module = make()
     first = parameter(module, "0.weight")
     if not keep:
@@ -433,7 +418,6 @@ def test_a_tie_whose_values_differ_is_refused(tmp_path: Path) -> None:
 
 
 def test_freed_memory_ties_nothing(tmp_path: Path) -> None:
-    """Parameters whose storage was freed stand on nothing: they are not one parameter."""
     module = nn.Sequential(linear(), linear())
     for layer in module:
         layer.weight.untyped_storage().resize_(0)
@@ -505,7 +489,6 @@ ODD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_no_block_of_bytes_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    """The error names the parameter and why; its neighbour stays as it was."""
     model = {"odd": ODD[kind](), "fine": torch.zeros(2)}
     path = save(tmp_path, {"odd": torch.ones(3), "fine": torch.ones(2)})
     with pytest.raises(StateDictMismatchError, match="odd: it") as caught:
@@ -802,7 +785,6 @@ def test_an_expanded_buffer_counts_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_recurrent_layers_compute_with_what_was_loaded(tmp_path: Path) -> None:
-    """An LSTM keeps its weights in a list of its own, too."""
     want = nn.LSTM(3, 4)
     with torch.device("meta"):
         meta = nn.LSTM(3, 4)
@@ -821,7 +803,6 @@ def test_recurrent_layers_compute_with_what_was_loaded(tmp_path: Path) -> None:
 def test_a_load_in_inference_mode_leaves_parameters_that_train(
     tmp_path: Path, meta: bool, dtype: str | None
 ) -> None:
-    """What was a parameter before is one after: it has a gradient outside of inference mode."""
     with torch.device("meta" if meta else "cpu"):
         module = linear()
     path = save(tmp_path, {"weight": numbers(4, 4)})
@@ -851,7 +832,6 @@ def test_modules_made_in_inference_mode_can_be_loaded_and_used(
 
 
 def test_a_refused_release_leaves_inference_tensors_what_they_are() -> None:
-    """They are written back as they were, and can be invalidated and revived after that."""
     with torch.inference_mode():
         module = linear()
         holder = module.weight.view(-1)
@@ -873,7 +853,6 @@ def test_a_refused_release_leaves_inference_tensors_what_they_are() -> None:
 def test_an_invalid_parameter_raises_and_a_second_load_mends_it(
     tmp_path: Path, keep: bool, dtype: str | None
 ) -> None:
-    """It is on meta and cannot be computed with; then it is the object that it was, loaded."""
     module = nn.Sequential(linear(), nn.ReLU())
     weight = module[0].weight
     weight.tag = "mine"
@@ -957,7 +936,6 @@ def test_an_invalid_parameter_that_was_cast_meanwhile_is_right(tmp_path: Path) -
 
 
 def test_an_invalid_module_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    """Its copies are invalid too, and can be loaded; the original is not touched by that."""
     path = save(tmp_path, {"weight": numbers(4, 4)})
     module = linear()
     parameter(module, "weight").invalidate(keep=True)
@@ -970,7 +948,6 @@ def test_an_invalid_module_can_be_copied_and_pickled(tmp_path: Path) -> None:
 
 
 def test_what_was_kept_goes_with_the_module() -> None:
-    """The kept memory lives as long as the invalid entry, no longer."""
     module = linear()
     memory = torch.multiprocessing.reductions.StorageWeakRef(module.weight.untyped_storage())
     p = parameter(module, "weight")

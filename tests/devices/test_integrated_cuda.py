@@ -173,7 +173,6 @@ assert load(reader="pread", page_cache="keep").page_cache.startswith("page_cache
 
 
 def test_torch_counts_as_tinygrad_does(folder: Path, path: Path) -> None:
-    """By the driver; what torch's allocator caches is free, too."""
     cuda_stand_in.run(
         folder,
         PRELUDE

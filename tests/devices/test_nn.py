@@ -51,7 +51,6 @@ def test_the_product_is_that_of_the_decoded_weight(format: str, device: str) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_int8_takes_rows_of_any_width(device: str) -> None:
-    """A row is one block: it need not be cut."""
     for width in (1, 37):
         layer, weight = made("int8", 5, width, device)
         x = np.random.default_rng(1).standard_normal((3, width)).astype(np.float32)
@@ -100,7 +99,6 @@ def test_no_decoded_weight_is_ever_held(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_captured_product_repeats(device: str) -> None:
-    """TinyJit captures it."""
     layer, weight = made("q8_0", 8, 64, device)
     step = TinyJit(lambda x: layer(x).realize())
     for seed in range(4):
@@ -174,7 +172,6 @@ def test_what_an_error_says_of_stored_codes_loads_their_values(tmp_path: Path, f
     version("tinygrad").startswith("0.13"), reason="its own Linear computes other values there"
 )
 def test_a_variable_number_of_tokens() -> None:
-    """One captured product serves prompts of any length."""
     layer, weight = made("q4_0", 8, 64, "CPU")
     tokens = Variable("tokens", 1, 8)
     step = TinyJit(lambda x: layer(x).realize())
@@ -216,7 +213,6 @@ def test_a_model_computes_with_quantized_linears(format: str) -> None:
 
 
 def test_new_layers_take_no_memory_until_they_are_loaded() -> None:
-    """The weights that they replace are let go of."""
     Tensor.rand(1).realize()  # the state of random numbers takes memory too
     before = GlobalCounters.mem_used
     model = {"a": nn.Linear(256, 256, bias=False)}
@@ -232,7 +228,6 @@ class Pair(NamedTuple):
 
 
 def test_linears_are_found_wherever_state_dicts_find_them() -> None:
-    """In lists, dicts, tuples and named tuples; what is shared stays shared."""
     shared = nn.Linear(32, 4)
     tied = nn.Linear(32, 4)
     tied.weight = shared.weight
@@ -319,7 +314,6 @@ def test_sharded_linears_are_named_as_such(tmp_path: Path) -> None:
     ],
 )
 def test_a_weight_that_a_format_cannot_hold_is_named(format: str, message: str) -> None:
-    """The error says what to write instead, and the model is as it was."""
     model = {"a": nn.Linear(32, 4), "b": nn.Linear(40, 4)}
     with pytest.raises(ValueError, match=message):
         replace_linears(model, lambda name: format)
@@ -327,7 +321,6 @@ def test_a_weight_that_a_format_cannot_hold_is_named(format: str, message: str) 
 
 
 def test_names_of_one_weight_need_one_format() -> None:
-    """A Linear under two names cannot be quantised under one of them."""
     linear = nn.Linear(32, 4)
     model = {"a": linear, "b": linear}
     with pytest.raises(ValueError, match=r"'a\.weight' and 'b\.weight' are one weight.*None.*both"):
@@ -439,7 +432,6 @@ def test_shared_weights_are_held_once(tmp_path: Path, format: str) -> None:
 
 
 def test_auto_chooses_a_format_for_a_model(tmp_path: Path) -> None:
-    """The first that fits."""
     path = save(tmp_path, stored(Transformer()))
     options: dict[str, Any] = {"device": "CPU", "dtype": "checkpoint"}
     whole = streamload.plan(path, budget="1GB", **options).devices[0].peak_nbytes
@@ -497,8 +489,6 @@ def test_nf4_of_every_dtype_fills_linears(tmp_path: Path, code: str) -> None:
 
 
 def test_a_model_with_a_captured_tinyjit_is_loaded_again(tmp_path: Path) -> None:
-    """What it captured is no parameter; it computes with the new values."""
-
     class Model:
         def __init__(self) -> None:
             self.l = nn.Linear(16, 8, bias=False)

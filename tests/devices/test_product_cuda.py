@@ -31,7 +31,6 @@ _EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-
 
 
 def operand(name: str, of: Matrix) -> Any:
-    """A random matrix on the device."""
     parts = [of.arrays["src"].reshape(-1)]
     for role, _ in of.form.parts:
         state = json.dumps({"nested_offset": of.offset}).encode()
@@ -74,7 +73,6 @@ def test_products_are_within_rounding(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_infinity_and_nan_are_carried(name: str) -> None:
-    """As float64 makes them."""
     of = matrix(FORMS[name], 5, 512, finite=False)
     x = torch.randn(1, 512, device="cuda")
     with torch.inference_mode():
@@ -84,7 +82,6 @@ def test_infinity_and_nan_are_carried(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_decoded_rows_are_the_oracles(name: str) -> None:
-    """All rows and some, rounded once."""
     of = matrix(FORMS[name], 37, 768)
     held = operand(name, of)
     right = torch.from_numpy(of.exact).float().cuda()

@@ -124,7 +124,6 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def current_context() -> int | None:
-    """The CUDA context of this thread."""
     found = ctypes.c_void_p()
     ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found))
     return found.value
@@ -182,7 +181,6 @@ def empty_model(path: Path, dtype: str | None = None) -> dict[str, Any]:
 
 
 def free_nbytes() -> int:
-    """What the driver says is free."""
     from streamload.devices.tinygrad.device import FRAMEWORK
 
     device = FRAMEWORK.device("CUDA")
@@ -208,7 +206,6 @@ class HostMemory:
 
     @property
     def grown_nbytes(self) -> int:
-        """By how much."""
         return self.most - self.before
 
     def _now(self) -> int:
@@ -629,7 +626,6 @@ def test_many_small_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(DEVICES < 2, reason="one CUDA device here")
 def test_two_devices_share_a_model(large: Path) -> None:
-    """Each in tinygrad's context for it."""
     report = load(
         None,
         large,
@@ -642,7 +638,6 @@ def test_two_devices_share_a_model(large: Path) -> None:
 
 
 def test_a_thread_that_has_no_context_loads_as_well(small: Path) -> None:
-    """The caller's thread need not be the one that opened the device."""
     done: list[Callable[[], None]] = []
 
     def loads() -> None:

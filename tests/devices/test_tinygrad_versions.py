@@ -19,7 +19,6 @@ _OF_ONE_VERSION = ("whenever_it_is_used", "every_use_of", "every_way_in", "reads
 
 
 def installed(wanted: str, folder: Path) -> Path:
-    """A folder with a version of tinygrad alone."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     done = subprocess.run(
         [*command, "--target", str(folder), wanted], capture_output=True, text=True, timeout=300
@@ -60,7 +59,6 @@ def test_models_are_filled_with_every_version(wanted: str, tmp_path: Path) -> No
 
 
 def test_a_tinygrad_without_what_is_used_says_so(tmp_path: Path) -> None:
-    """The internals are looked for when they are imported; the error names what is not there."""
     code = (
         "from tinygrad.device import Buffer; del Buffer.ensure_allocated\n"
         "import streamload\n"
@@ -76,7 +74,6 @@ def test_a_tinygrad_without_what_is_used_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moved", ["cl_errors", "clGetCommandQueueInfo"])
 def test_a_device_whose_fast_way_has_moved_takes_the_public_one(moved: str, tmp_path: Path) -> None:
-    """Slower, by `Tensor` calls, and the bytes are the same."""
     needs.device("CL")
     code = (
         "import sys, numpy as np, streamload\n"

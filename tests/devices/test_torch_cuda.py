@@ -137,7 +137,6 @@ def test_old_weights_go_first(tmp_checkpoint: Callable[..., Path], old: str) -> 
 
 @pytest.mark.parametrize("cast", ["llvm", "numpy", "device"])
 def test_every_cast_gives_the_same_bits(tmp_checkpoint: Callable[..., Path], cast: str) -> None:
-    """On the way, and by the device's own cast."""
     path = tmp_checkpoint(30_000_000, plant_extremes=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -164,7 +163,6 @@ def test_the_allocator_takes_what_was_planned(seed: int) -> None:
 
 
 def test_what_does_not_fit_names_what_would(tmp_checkpoint: Callable[..., Path]) -> None:
-    """Nothing is allocated, and the device beside it is suggested."""
     path = tmp_checkpoint(60_000_000)
     torch.empty(1, device="cuda")
     before = torch.cuda.memory_allocated()
@@ -316,7 +314,6 @@ def test_columns_of_a_shard_alone(tmp_path: Path, there: bool) -> None:
 
 
 def test_an_adapter_is_merged_on_the_way(tmp_path: Path) -> None:
-    """As on the CPU, to the bit."""
     base, folder = tmp_path / "model.safetensors", tmp_path / "adapter"
     folder.mkdir()
     w = torch.randn(801, 603).bfloat16()

@@ -111,7 +111,6 @@ def run(folder: Path, code: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("use", _USES)
 def test_torch_needs_no_tinygrad(use: str, tmp_path: Path) -> None:
-    """Everything that torch's users call works."""
     needs.module("torch")
     if use == "transformers":
         needs.module("transformers")
@@ -119,7 +118,6 @@ def test_torch_needs_no_tinygrad(use: str, tmp_path: Path) -> None:
 
 
 def test_the_commands_need_no_tinygrad(tmp_path: Path) -> None:
-    """Each of them, with torch's default device where none is named."""
     torch = needs.module("torch")
     from safetensors.torch import save_file
 

@@ -58,7 +58,6 @@ elif os.environ["RANK"] == "1":
 
 
 def _lines(made: Cluster, host: int, *argv: str) -> list[str]:
-    """What a program prints on a host."""
     process = made.exec(host, argv, stdout=subprocess.PIPE, text=True)
     said: str = process.communicate()[0]
     assert not process.returncode
@@ -141,7 +140,6 @@ def test_links_have_the_rate_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_without_a_rate_links_are_as_fast_as_they_are() -> None:
-    """Where no rate is asked for, none is set."""
     with cluster(1) as made:
         assert "tbf" not in "".join(_lines(made, 0, "tc", "qdisc", "show"))
 
@@ -185,7 +183,6 @@ def test_a_host_has_the_memory_that_it_is_given(cgroup: Boxes) -> None:
 
 
 def test_the_storage_counts_what_it_sends(tmp_path: Path) -> None:
-    """Hosts read from the storage by its name; the bytes of files are counted."""
     (tmp_path / "file").write_bytes(bytes(1000))
     read = "import os, urllib.request as r; r.urlopen(os.environ['STREAMLOAD_URL'] + 'file').read()"
     with cluster(2, storage=tmp_path) as made:
@@ -209,7 +206,6 @@ def test_two_clusters_stand_side_by_side() -> None:
 
 
 def test_nothing_stays_of_a_cluster_that_is_left_by_an_error() -> None:
-    """Programs and what they started end with the cluster, however it is left."""
     before = set(_descendants(os.getpid()))
     with pytest.raises(ZeroDivisionError), cluster(2, memory_nbytes=10**8) as made:
         process = made.exec(1, ["sh", "-c", "sleep 60 & sleep 60"])
@@ -242,7 +238,6 @@ def _talk(go: Path, silence_s: float) -> list[str]:
 
 
 def test_the_peers_of_a_killed_program_are_told(tmp_path: Path) -> None:
-    """A program that is killed has its connections closed by its kernel; the others go on."""
     go = tmp_path / "go"
 
     def act(made: Cluster, running: Running) -> None:
@@ -259,7 +254,6 @@ def test_the_peers_of_a_killed_program_are_told(tmp_path: Path) -> None:
 
 
 def test_the_peers_of_a_lost_host_hear_nothing(tmp_path: Path) -> None:
-    """With a host all that runs on it is gone, and its peers are not told."""
     go = tmp_path / "go"
 
     def act(made: Cluster, running: Running) -> None:
@@ -274,7 +268,6 @@ def test_the_peers_of_a_lost_host_hear_nothing(tmp_path: Path) -> None:
 
 
 def test_a_link_that_comes_back_carries_what_was_sent(tmp_path: Path) -> None:
-    """What is sent while a link is down arrives when it is up again."""
     go = tmp_path / "go"
 
     def act(made: Cluster, running: Running) -> None:
@@ -303,7 +296,6 @@ def test_a_moment_that_does_not_come_is_an_error() -> None:
 
 
 def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` prints the usage."""
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     assert "scripts/cluster N [OPTION ...] -- COMMAND" in capsys.readouterr().out
@@ -332,7 +324,6 @@ def test_lines_are_named_and_the_first_failure_is_the_exit_code() -> None:
 
 
 def test_a_host_can_be_killed_from_the_command_line() -> None:
-    """`--kill` takes a host away; the exit code is that of a killed program."""
     with cluster(1):
         pass
     script = '[ "$RANK" = 0 ] || sleep 60'
@@ -354,7 +345,6 @@ def test_a_host_can_be_killed_from_the_command_line() -> None:
 def test_a_wrong_command_line_is_refused(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is wrong with a command line is said, with the exit code of usage errors."""
     with pytest.raises(SystemExit, match=r"^2$"):
         main(argv)
     assert message in capsys.readouterr().err
@@ -394,7 +384,6 @@ def test_nothing_stays_after_a_signal(number: signal.Signals, cgroup: Boxes) -> 
     ],
 )
 def test_launchers_start_each_rank_on_its_host(launcher: str) -> None:
-    """torchrun and mpirun start their ranks on the hosts, and lines are named by them."""
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         needs.lacking("mpirun is not installed (Debian: openmpi-bin)")
     if launcher != "mpirun":

@@ -56,7 +56,6 @@ SPLITS = ("layers", "balanced", "replicate")
 
 
 def alone(path: Path, **options: Any) -> dict[str, Any]:
-    """What one process loads."""
     options = {"budget": PLENTY, "device": "host", "progress": False} | options
     found: dict[str, Any] = dict(streamload.load_state_dict(None, path, **options).state_dict)
     return found
@@ -75,7 +74,6 @@ def kinds(found: Sequence[Any]) -> list[str]:
 
 
 def open_files() -> set[str]:
-    """Names of the files that this process has open."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -100,7 +98,6 @@ def everything(nodes: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, lis
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_parameter_is_loaded_as_by_one_process(split: str, size: int, path: Path) -> None:
-    """Bit for bit, once or on every rank; each rank reads only what it has."""
     reports = succeeded(run(World(size), load(path, split=split)))
     expected = alone(path)
     names = [name for report in reports for name in report.state_dict]
@@ -134,7 +131,6 @@ def test_casts_and_mappings(split: str, mapping: Any, dtype: Any, tmp_path: Path
 def test_replicas_by_small_chunks_and_several_threads(
     chunk: int | None, threads: int, path: Path
 ) -> None:
-    """However it is cut, blocks are taken whole by all."""
     options = {"split": "replicate", "chunk_nbytes": chunk, "threads": threads}
     reports = succeeded(run(World(3), load(path, **options)))
     for report in reports:
@@ -202,7 +198,6 @@ def test_replicas_larger_than_all_blocks(
 def test_ranks_of_a_host_have_gpus_of_their_own(
     device: str | None, gpus: int, own: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they ask for one without its number, and there are as many."""
     framework = needs.module("streamload.devices.torch.device").FRAMEWORK
     names = [*(f"cuda:{number}" for number in range(gpus)), "cpu"]
     monkeypatch.setattr(type(framework), "candidates", lambda self: names)
@@ -212,8 +207,6 @@ def test_ranks_of_a_host_have_gpus_of_their_own(
 
 
 def test_a_plan_says_what_a_rank_will_load(path: Path) -> None:
-    """The plan of the call without a model is that of the load, the same on all ranks."""
-
     def body(group: ThreadGroup) -> Any:
         planned = distributed.plan(path, budget=PLENTY, group=group, timeout=20)
         report = load(path)(group)
@@ -597,8 +590,6 @@ def test_a_tied_module_is_filled_on_both_ends(tmp_path: Path) -> None:
 
 
 def with_budgets(path: Path, budgets: Sequence[Any], **options: Any) -> list[Any]:
-    """A rank for each of these budgets."""
-
     def body(group: ThreadGroup) -> Any:
         return load(path, budget=budgets[group.rank], **options)(group)
 
@@ -829,7 +820,6 @@ def test_timeouts_are_seconds(timeout: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"reader": "mmap"}, {"reader": "direct"}], ids=str)
 def test_replicas_are_read_in_one_way(options: dict[str, str], path: Path) -> None:
-    """Another way that was asked for is refused, and not passed over."""
     found = run(World(2), load(path, split="replicate", **options))
     assert kinds(found) == ["ValueError"] * 2
     assert "reads files by pread" in str(found[0])
@@ -884,7 +874,6 @@ class Falls:
         self.count = 0
 
     def __call__(self, rank: int, operation: str) -> None:
-        """Count."""
         if rank == self.rank and operation == self.operation:
             self.count += 1
             if self.count == self.number:

@@ -63,7 +63,6 @@ def launchers(*quick: str) -> list[Any]:
 
 
 def need(launcher: str) -> None:
-    """What a launcher and its engine are."""
     needs.module("mpi4py" if launcher == "mpirun" else "torch")
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         needs.lacking("mpirun is not installed (Debian: openmpi-bin)")

@@ -234,7 +234,6 @@ def test_a_rank_that_cannot_read(wrong: int, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_lost_is_an_error_of_the_others(tmp_path: Path) -> None:
-    """The engine's error is raised by who takes and by who only waits."""
     checkpoint = write(tmp_path, [[BLOCK * 20]])
     world = World(3)
     seen = 0
@@ -297,7 +296,6 @@ def test_slow_ranks_hold_back_only_what_is_ahead(tmp_path: Path) -> None:
 
 
 def test_stopping_wakes_who_waits(tmp_path: Path) -> None:
-    """A worker that waits for a block that will not come ends when the load is stopped."""
     checkpoint = write(tmp_path, [[BLOCK * 2]])
     world = World(2)
 

@@ -46,7 +46,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
-    """Exit codes, and all that was said."""
     try:
         said = [process.communicate(timeout=END_S)[0] for process in processes]
         return [process.returncode for process in processes], "".join(said)
@@ -57,7 +56,6 @@ def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
 
 
 def started(command: list[str], **variables: str) -> subprocess.Popen[str]:
-    """A process, its output in one pipe."""
     return subprocess.Popen(
         command,
         env=environment(**variables),
@@ -170,7 +168,6 @@ def test_alone() -> None:
 
 
 def test_what_is_no_group_is_refused() -> None:
-    """A group of a kind that is not known is a TypeError that names the kinds."""
     with pytest.raises(TypeError, match="str is not a group: give a streamload Group, a torch"):
         open_group("gloo")
 
@@ -312,7 +309,6 @@ def test_a_store_answers_those_who_know_its_key() -> None:
 
 
 def test_rank_0_leaves_its_store_last() -> None:
-    """Closing waits for the other ranks, who can read to their end."""
     keeper, store, _ = two_stores(60.0)
     keeper.set("last words", b"done")
     closing = threading.Thread(target=keeper.close)
@@ -324,7 +320,6 @@ def test_rank_0_leaves_its_store_last() -> None:
 
 
 def test_many_threads_share_a_store() -> None:
-    """Answers go to the thread that asked."""
     keeper, store, _ = two_stores()
     names = [str(number) for number in range(200)]
 
@@ -418,7 +413,6 @@ def test_strangers_are_bounded() -> None:
 
 
 def test_a_proof_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who sends a byte now and then has no more time than who sends none."""
     monkeypatch.setattr(stores, "_PROOF_S", 1.0)
     keeper, store, port = two_stores()
     with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -451,7 +445,6 @@ def test_a_rank_takes_one_descriptor() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this host on Linux")
 def test_the_store_listens_on_the_interface_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That which GLOO_SOCKET_IFNAME names, and no other."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     keeper, store, port = two_stores()
     store.set("key", b"value")
@@ -517,7 +510,6 @@ class Meeting:
             process.communicate()
 
     def come(self, *ranks: int) -> None:
-        """Have ranks meet."""
         for rank in ranks:
             stdin = self.ranks[rank].stdin
             assert stdin is not None
@@ -625,7 +617,6 @@ def test_a_port_that_another_program_has() -> None:
 
 
 def test_the_port_of_the_store_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """STREAMLOAD_STORE_PORT names it; what is no port, or taken, is an error on all ranks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
     monkeypatch.setenv("STREAMLOAD_STORE_PORT", str(free))

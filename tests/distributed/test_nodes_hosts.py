@@ -47,7 +47,6 @@ print(json.dumps([said, found, errors]))
 
 
 def ip(*command: str) -> None:
-    """Run the command of iproute2."""
     subprocess.run(["ip", *command], check=True, capture_output=True)
 
 

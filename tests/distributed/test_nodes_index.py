@@ -125,7 +125,6 @@ def pair(tmp_path: Path) -> tuple[Path, Index]:
 
 
 def test_files_of_another_length_are_refused(pair: tuple[Path, Index]) -> None:
-    """The file, its length and the one expected are named."""
     folder, index = pair
     file = folder / "model-2-of-2.safetensors"
     with file.open("ab") as more:
@@ -138,7 +137,6 @@ def test_files_of_another_length_are_refused(pair: tuple[Path, Index]) -> None:
 
 @pytest.mark.parametrize("where", ["header", "all", "end"])
 def test_files_of_other_content_are_refused(pair: tuple[Path, Index], where: str) -> None:
-    """As long as the other, and with other values: the blocks that are compared differ."""
     folder, index = pair
     file = folder / "model-1-of-2.safetensors"
     data = bytearray(file.read_bytes())
@@ -190,7 +188,6 @@ def test_digests_are_compared_where_both_have_them(tmp_path: Path) -> None:
 
 
 def test_missing_files_matter_to_who_needs_them(pair: tuple[Path, Index]) -> None:
-    """A file that is not there is told; it is an error for a load that reads it alone."""
     folder, index = pair
     (folder / "model-1-of-2.safetensors").unlink()
     missing = index.check()

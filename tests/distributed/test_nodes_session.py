@@ -98,8 +98,6 @@ def test_another_version_is_refused_by_all(more: list[object]) -> None:
 
 
 def test_an_exchange_gives_everyones_by_rank() -> None:
-    """Values come in the order of ranks, on every rank, exchange after exchange."""
-
     def body(session: Session) -> list[list[Any]]:
         rank = session.me.rank
         return [session.exchange("it", lambda n=n: [rank, n]) for n in range(20)]
@@ -157,7 +155,6 @@ def test_what_json_does_not_have_ends_it_for_all() -> None:
 
 
 def test_rank_0_shares_bytes() -> None:
-    """Any length comes to all; what rank 0 raises, all raise."""
     data = bytes(range(256)) * 5000
 
     def body(session: Session) -> Any:
@@ -191,8 +188,6 @@ def test_a_group_of_one() -> None:
 
 
 def fail_with(error: BaseException) -> Callable[[], Any]:
-    """A function that raises."""
-
     def fail() -> Any:
         raise error
 
@@ -200,8 +195,6 @@ def fail_with(error: BaseException) -> Callable[[], Any]:
 
 
 def test_sessions_of_a_group_follow_each_other() -> None:
-    """What was said in one, also a failure, is not taken for what is said in the next."""
-
     def body(group: ThreadGroup) -> Any:
         said = []
         for n in range(3):
@@ -334,7 +327,6 @@ def test_ranks_leave_in_any_order(first: int) -> None:
 
 
 def test_a_rank_that_comes_much_later_is_waited_for() -> None:
-    """Waiting for a rank that beats has no end."""
     late = threading.Event()
 
     def body(session: Session) -> Any:
@@ -469,8 +461,6 @@ def test_stages_take_few_calls_of_the_store() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_closing_twice_does_nothing(rank: int) -> None:
-    """A heartbeat may be closed again, and fail after that."""
-
     def body(session: Session) -> Any:
         session.heartbeat.arrive()
         if session.me.rank == rank:

@@ -83,7 +83,6 @@ def boards(count: int, budget: str = "3GB") -> list[Node]:
 
 
 def over(path: Path, nodes: Sequence[Node], **options: Any) -> Any:
-    """The split of a checkpoint as it is stored."""
     return streamload.split_offload(path, nodes=nodes, dtype="checkpoint", **options)
 
 
@@ -115,7 +114,6 @@ def test_14_boards_of_3_gb_take_what_needs_16(tmp_path: Path) -> None:
 def test_the_command_shows_what_stays_and_streams_on_each_node(
     eight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line for each node, with seconds where a rate is given; and as JSON."""
     from streamload.cli import main
 
     def command(*arguments: str) -> str:
@@ -161,7 +159,6 @@ def test_each_node_has_what_it_needs_at_least(eight: Path) -> None:
 
 
 def test_cache_activations_and_reserve_are_counted_where_they_are(eight: Path) -> None:
-    """The cache with its layers; logits on the node that has the head alone."""
     plain, context = over(eight, boards(3)), over(eight, boards(3), context=8192)
     per_layer = 8192 * 2 * 8 * 128 * 2
     for mine, made in zip(context.plan.devices, context.offloads, strict=True):
@@ -177,7 +174,6 @@ def test_cache_activations_and_reserve_are_counted_where_they_are(eight: Path) -
 
 
 def test_one_node_is_a_device_and_bad_arguments_are_refused(eight: Path) -> None:
-    """With one node the plan is that of `plan_offload`."""
     (alone,) = over(eight, boards(1)).offloads
     plan = streamload.plan_offload(eight, budget="3GB", dtype="checkpoint", device="cpu")
     assert alone.residency.streams == plan.residency.streams
@@ -198,7 +194,6 @@ def test_one_node_is_a_device_and_bad_arguments_are_refused(eight: Path) -> None
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama."""
     return models.save(models.built("llama"), tmp_path_factory.mktemp("nodes") / "model")
 
 
@@ -331,8 +326,6 @@ def test_14_ranks_run_what_loads_on_16(tmp_path: Path) -> None:
 
 
 def test_a_rank_may_have_the_whole_model_on_the_meta_device(path: Path) -> None:
-    """It offloads its own part, and leaves the parts of others as they are."""
-
     def body(group: ThreadGroup) -> Any:
         mine = {"budget": 250_000, "group": group, "device": "cpu"}
         plan = distributed.plan(path, offload=True, **mine)
@@ -383,7 +376,6 @@ def test_what_was_closed_can_be_offloaded_again_and_tokens_are_room(path: Path) 
 
 
 def test_a_rank_without_layers_needs_no_cache(path: Path) -> None:
-    """Of six ranks the first has the embedding alone."""
     found = begun(path, [9_000_000] * 6, tokens=16)
     try:
         without = [each for each in found if not each[0].mine.layers]
@@ -395,7 +387,6 @@ def test_a_rank_without_layers_needs_no_cache(path: Path) -> None:
 
 
 def test_a_model_may_number_its_own_layers(path: Path) -> None:
-    """``layers=`` as for a load: streamed layers have the model's own names."""
     config = json.loads((path / "config.json").read_text())
 
     def body(group: ThreadGroup) -> Any:
@@ -476,7 +467,6 @@ def test_ranks_that_ask_for_different_things_are_told(path: Path) -> None:
 
 
 def test_what_is_no_model_of_layers_is_refused(path: Path) -> None:
-    """A dict of tensors, and no model at all; the other rank names the one that has it."""
     tensors = {"model.embed_tokens.weight": torch.zeros(512, 64)}
     own, other = failed(path, model=[tensors, None], strict=False)
     assert isinstance(own, OffloadError)
@@ -523,7 +513,6 @@ def test_what_began_ends_where_another_rank_cannot(
 
 
 def start(*arguments: object, ranks: int = 2, folders: Sequence[Path]) -> list[forked.Process]:
-    """The example as a process for each rank, on loopback over gloo."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

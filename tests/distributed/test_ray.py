@@ -45,7 +45,6 @@ class Cluster:
             self.address = f"{NODES[0]}:{server.getsockname()[1]}"
 
     def start(self, node: str) -> None:
-        """Start a node; the first is the head."""
         place = self.folder / node
         place.mkdir(exist_ok=True)
         head = ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
@@ -69,19 +68,16 @@ class Cluster:
             time.sleep(0.1)
 
     def signal(self, node: str, number: int) -> None:
-        """Send a signal to all processes of a node."""
         started = psutil.Process(self.nodes[node].pid)
         for process in [started, *started.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
     def kill(self, node: str) -> None:
-        """Kill all processes of a node, at once."""
         self.signal(node, signal.SIGKILL)
         self.nodes.pop(node).wait()
 
     def actors(self) -> list[str]:
-        """The processes of actors, by name and number."""
         found = []
         for node in self.nodes.values():
             for process in psutil.Process(node.pid).children(recursive=True):
@@ -99,7 +95,6 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A cluster that this process is connected to."""
     ray = needs.runtime("ray")
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # short: it has sockets
         made = Cluster(Path(folder))
@@ -133,13 +128,11 @@ def load(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 def plain(path: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors by a plain load."""
     report = streamload.load_state_dict(None, path, budget=PLENTY, device="host", progress=False)
     return report.state_dict
 
 
 def held(loaded: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors of all actors; each is on one."""
     parts = loaded.get([actor.call.remote("copy") for actor in loaded.actors.values()])
     whole = {name: array for part in parts for name, array in part.items()}
     assert len(whole) == sum(map(len, parts))
@@ -307,7 +300,6 @@ def test_errors_name_the_node(load: Callable[..., Any], cluster: Cluster, tmp_pa
 
 
 def test_without_ray_its_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line."""
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "streamload.distributed.ray", raising=False)
     with pytest.raises(ImportError, match=r"^cannot .*; write pip install 'ray>=.* 'torch>=.*'$"):

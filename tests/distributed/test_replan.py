@@ -33,7 +33,6 @@ Body = Callable[[ThreadGroup], Any]
 
 
 def alone(where: Path) -> dict[str, bytes]:
-    """The bytes of each tensor, loaded by one process."""
     report = streamload.load_state_dict(None, where, device="host", progress=False)
     return {name: array.tobytes() for name, array in report.state_dict.items()}
 
@@ -161,7 +160,6 @@ def test_parts_that_are_loaded_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", ["layers", "balanced"])
 def test_models_of_arrays_are_filled_in_place(split: str, path: Path) -> None:
-    """The arrays of the program have the values, whoever was to load them first."""
     expected = alone(path)
     shapes = streamload.load_state_dict(None, path, device="host", progress=False).state_dict
     models = [{n: np.zeros_like(a) for n, a in shapes.items()} for _ in range(3)]
@@ -461,8 +459,6 @@ def test_what_cannot_be_planned_again(options: dict[str, Any], said: str, path: 
 
 
 def test_engines_that_lose_all_ranks_are_refused(path: Path) -> None:
-    """A group without a meeting, such as that of MPI."""
-
     def body(group: ThreadGroup) -> Any:
         del group.meeting
         return loading(path)(group)
@@ -473,7 +469,6 @@ def test_engines_that_lose_all_ranks_are_refused(path: Path) -> None:
 
 
 def test_a_rank_that_comes_too_late_is_left_out(path: Path) -> None:
-    """It raises, and says so; the others have everything."""
     world = World(3, timeout_s=LOSS_S)
 
     def late(report: LoadReport, group: ThreadGroup) -> LoadReport:
@@ -491,7 +486,6 @@ def test_a_rank_that_comes_too_late_is_left_out(path: Path) -> None:
 
 
 def test_functions_split_again(path: Path) -> None:
-    """They are asked again, with the nodes that are left and what these hold."""
     asked: list[list[Node]] = []
 
     def first(nodes: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, list[str]]:

@@ -40,7 +40,6 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama-shaped checkpoint."""
     needs.module("torch")
     needs.module("httpx2")
     folder = tmp_path_factory.mktemp("replan") / "model"
@@ -95,12 +94,10 @@ class Ranks:
 
 
 def kill(ranks: Ranks, rank: int) -> None:
-    """Kill a rank."""
     ranks.processes[rank].kill()
 
 
 def stop(ranks: Ranks, rank: int) -> None:
-    """Stop a rank: its connections stay."""
     os.kill(ranks.processes[rank].pid, signal.SIGSTOP)
 
 

@@ -25,7 +25,6 @@ LOSS_S = 1.0  # the timeout
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama."""
     return models.save(models.built("llama"), tmp_path_factory.mktemp("replan") / "model")
 
 
@@ -83,7 +82,6 @@ def test_the_rank_that_is_left_offloads_the_whole_model(after: bool, path: Path)
 
 
 def test_too_little_for_one_rank_is_refused_with_the_numbers(path: Path) -> None:
-    """The handle is closed then."""
     world = World(2, timeout_s=LOSS_S)
     ((error, offloaded), _) = offloading(path, 700_000, world, after=True, stay="*")
     assert isinstance(error, PlanInfeasibleError)

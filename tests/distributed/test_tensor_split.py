@@ -25,14 +25,11 @@ __all__ = ["path"]
 
 
 def alone(path: Path, **options: Any) -> dict[str, Any]:
-    """What one process loads."""
     options = {"budget": PLENTY, "device": "host", "progress": False} | options
     return dict(streamload.load_state_dict(None, path, **options).state_dict)
 
 
 def planned(path: Path | str, split: str, size: int, **options: Any) -> list[Any]:
-    """The plan of each rank."""
-
     def body(group: ThreadGroup) -> Any:
         asked = {"budget": PLENTY, "split": split, "group": group} | options
         return distributed.plan(path, **asked)
@@ -43,7 +40,6 @@ def planned(path: Path | str, split: str, size: int, **options: Any) -> list[Any
 @pytest.mark.parametrize("split", ["tensor", "2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("reader", ["auto", "pread"])
 def test_slices_of_all_ranks_are_the_whole(split: str, reader: str, path: Path) -> None:
-    """Each rank reads its slices and nothing else; joined, they are what one process loads."""
     reports = succeeded(run(World(4), load(path, split=split, reader=reader)))
     plans = succeeded(planned(path, split, 4))
     shares = {share.rank: share for share in plans[0].shares}
@@ -75,7 +71,6 @@ def test_casts_and_renames(path: Path) -> None:
 
 
 def test_rows_in_another_order_are_cut_at_heads(path: Path) -> None:
-    """Query and key rows of each head are permuted within a slice."""
     reports = succeeded(run(World(2), load(path, split="tensor", mapping="hf-llama")))
     plan = succeeded(planned(path, "tensor", 2, mapping="hf-llama"))[0]
     found = joined(plan, ((share, reports[share.rank].state_dict) for share in plan.shares))
@@ -197,7 +192,6 @@ def quantized(folder: Path, *samples: Sample) -> Path:
 
 
 def at(name: str) -> str:
-    """A weight of the first layer."""
     return f"model.layers.0.{name}.weight"
 
 

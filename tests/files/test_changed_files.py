@@ -63,14 +63,12 @@ def aged(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def adversary() -> Iterator[Adversary]:
-    """Another process."""
     with Adversary() as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress is told as often as there is any."""
     monkeypatch.setattr(progress, "_TELL_EVERY_S", 0.0)
 
 
@@ -288,7 +286,6 @@ def test_a_conversion_of_a_file_that_changes(
 def test_a_file_that_changes_after_the_load_is_not_what_it_is_verified_with(
     path: Path, adversary: Adversary, act: str
 ) -> None:
-    """A parameter is not called different for what was done to the file."""
     checkpoint = open_checkpoint(path)
     report = load(None, checkpoint, "host", progress=False)
     assert verify(report, checkpoint) == []
@@ -444,7 +441,6 @@ def test_files_of_others_are_not_mapped(path: Path, reader: str) -> None:
 
 
 def test_rows_are_held_to_the_file_of_the_header(path: Path, adversary: Adversary) -> None:
-    """Also where a parameter is joined of rows of several tensors."""
     checkpoint = open_checkpoint(path)
     mapping = {"rows": [RowRange("t00", 0, 100_000), RowRange("t31", 5, 100_000)]}
     place = checkpoint.tensors["t31"].start + 50_000

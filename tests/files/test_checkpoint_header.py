@@ -27,7 +27,6 @@ DTYPES = f"one of {', '.join(BY_CODE)}"
 
 
 def entry(code: object = "F32", shape: object = (2,), start: object = 0, stop: object = 8) -> Any:
-    """A tensor's entry in a header."""
     return {"dtype": code, "shape": shape, "data_offsets": [start, stop]}
 
 
@@ -72,7 +71,6 @@ def header_error(
     data: int = 8,
     accepted: str = "",
 ) -> Bad:
-    """A HeaderError for a header that is followed by ``data`` bytes."""
     content = header_bytes(header) + bytes(data)
     return Bad(name, content, HeaderError, tensor, expected, found, accepted)
 
@@ -332,7 +330,6 @@ BAD = [
 
 
 def write(tmp_path: Path, content: bytes) -> Path:
-    """A file of that content."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     return path
@@ -426,7 +423,6 @@ def test_long_integers_are_not_computed_where_python_would(tmp_path: Path) -> No
 
 
 def test_file_with_bytes_after_the_last_tensor_is_refused(tmp_path: Path) -> None:
-    """A file longer than its header says is a HeaderError with both lengths."""
     path = write_safetensors(tmp_path / "a.safetensors", {"x": ("U8", (2,), b"ab")})
     nbytes = path.stat().st_size
     path.write_bytes(path.read_bytes() + b"c")
@@ -446,7 +442,6 @@ def test_truncation_wins_over_a_tensor_that_ends_past_the_file(tmp_path: Path) -
 
 
 def test_valid_header_gives_absolute_bytes_in_file_order(tmp_path: Path) -> None:
-    """Tensors come in the order of their bytes, whatever the order of the JSON."""
     content = header_bytes(
         {
             "late": entry("BF16", [3], 9, 15),
@@ -572,7 +567,6 @@ def test_disagreements_with_safetensors_that_are_not_in_the_table(tmp_path: Path
 
 
 def test_parse_header_touches_no_file(tmp_path: Path) -> None:
-    """A header that came by another way is parsed under the path that it is said to have."""
     path = write_safetensors(tmp_path / "a.safetensors", {"x": ("U8", (2,), b"ab")})
     content, header = path.read_bytes(), read_header(path)
     path.unlink()
@@ -617,7 +611,6 @@ def test_what_is_not_a_file_is_refused_without_waiting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("align", range(16))
 def test_helper_places_the_data_as_asked(tmp_path: Path, align: int) -> None:
-    """The data of a written file starts at the offset that the test asks for."""
     path = write_safetensors(tmp_path / "a", {"x": ("U8", (2,), b"ab")}, align=align)
     header = read_header(path)
     assert header.data_start % 16 == align

@@ -93,7 +93,6 @@ def test_each_format_heeds_limits(tmp_path: Path, name: str) -> None:
 
 
 def test_very_many_files_take_little_time(tmp_path: Path) -> None:
-    """What was counted is not added up anew for each of them."""
     begun = time.thread_time()
     with limited(Limits(header_nbytes=10**8, tensors=10**6)):
         for path in map(Path, map(str, range(20_000))):
@@ -104,7 +103,6 @@ def test_very_many_files_take_little_time(tmp_path: Path) -> None:
 
 
 def test_limits_are_of_one_call(tmp_path: Path) -> None:
-    """What is opened afterwards, or after an error, has none."""
     path = _sharded(tmp_path)
     with pytest.raises(HeaderError, match="too many tensors"):
         open_checkpoint(path, limits=Limits(tensors=1))

@@ -297,7 +297,6 @@ def test_a_header_brings_in_nothing_else(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pread", "mmap"])
 def test_page_cache_that_is_kept(large: Path, kind: ResolvedKind) -> None:
-    """With "keep", all of the file is resident afterwards."""
     cache = prepare("keep")
     for _ in load(large, cache, kind, 2):
         pass
@@ -308,7 +307,6 @@ def test_page_cache_that_is_kept(large: Path, kind: ResolvedKind) -> None:
 @pytest.mark.parametrize("kind", ["pread", "mmap"])
 @pytest.mark.parametrize("share", ["one page in five", "runs", "the first half", "all", "the end"])
 def test_what_was_resident_before_stays(large: Path, kind: ResolvedKind, share: str) -> None:
-    """Dropping leaves exactly the pages that were there before the load."""
     chance = random.Random(0)
     starts = [at for at in range(0, LARGE, 997 * PAGE)]
     ranges = {
@@ -344,7 +342,6 @@ def test_bytes_that_are_read_again_are_dropped_again(large: Path) -> None:
 
 
 def test_file_that_was_just_written_stays(folder: Path) -> None:
-    """Pages that are not on the disk yet are resident, and are not dropped."""
     path = folder / "fresh"
     path.write_bytes(bytes(8 * MIB))
     for _ in load(path, prepare("drop"), "pread", 1):
@@ -454,8 +451,6 @@ def test_auto_is_decided_anew_at_each_shard(small: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["keep", "drop"])
 def test_what_was_asked_for_needs_no_memory_to_be_known(small: Path, kind: PageCacheKind) -> None:
-    """With "keep" and "drop" nobody asks how much memory there is."""
-
     def available() -> int:
         raise AssertionError("nobody needs to know")
 

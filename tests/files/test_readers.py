@@ -50,7 +50,6 @@ every_reader = pytest.mark.parametrize("kind", KINDS)
 
 
 def write(path: Path, nbytes: int) -> bytes:
-    """A file of bytes that differ from place to place."""
     content = np.random.default_rng(nbytes).bytes(nbytes)
     path.write_bytes(content)
     return content
@@ -121,7 +120,6 @@ def test_read_into_any_kind_of_memory(tmp_path: Path, kind: Kind) -> None:
 
 @every_reader
 def test_range_outside_of_the_file_is_the_callers_mistake(tmp_path: Path, kind: Kind) -> None:
-    """Such a range is a ValueError of no checkpoint, and so is a reader that is closed."""
     write(tmp_path / "f", 10)
     reader = open_reader(tmp_path / "f", 10, kind)
     for start, stop in ((-1, 5), (5, 4), (0, 11), (11, 11)):
@@ -191,7 +189,6 @@ def test_threads_share_a_reader(tmp_path: Path, kind: Kind) -> None:
 
 @every_reader
 def test_length_is_checked_at_open(tmp_path: Path, kind: Kind) -> None:
-    """A file that is not as long as its header was validated with is refused, with both lengths."""
     path = tmp_path / "f"
     write(path, 100)
     with pytest.raises(TruncatedFileError) as truncated:
@@ -216,7 +213,6 @@ def test_what_is_not_a_file_is_refused_without_waiting(tmp_path: Path, kind: Kin
 
 
 def test_empty_file_has_an_empty_view(tmp_path: Path) -> None:
-    """Nothing can be mapped of nothing; it is read all the same."""
     (tmp_path / "f").touch()
     with open_reader(tmp_path / "f", 0, "mmap") as reader, reader.view(0, 0) as view:
         assert view.nbytes == 0
@@ -504,7 +500,6 @@ def test_filesystem_is_that_of_the_nearest_mount(path: str, filesystem: str) -> 
     [("/mnt/a/b", "tmpfs"), ("/home", ""), ("/over/a", "tmpfs"), ("/under/a", ""), ("", "")],
 )
 def test_files_in_memory_are_known(path: str, filesystem: str) -> None:
-    """So are those of an overlay whose upper folder is in memory."""
     text = MOUNTINFO + (
         "40 1 0:40 / /over rw - overlay none rw,lowerdir=/home,upperdir=/mnt/u,workdir=/mnt/w\n"
         "41 1 0:41 / /under rw - overlay none rw,lowerdir=/mnt,upperdir=/home/u\n"
@@ -518,7 +513,6 @@ def test_files_in_memory_are_known(path: str, filesystem: str) -> None:
     NOT_MAPPED,
 )
 def test_auto_reads_network_and_unknown_filesystems_by_pread(filesystem: str) -> None:
-    """Network, FUSE, shared-folder and unknown filesystems are not mapped."""
     assert reader_for(filesystem, 1000) == "pread"
 
 
@@ -547,7 +541,6 @@ def test_auto_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_kinds_are_what_they_say(tmp_path: Path) -> None:
-    """A reader that is asked for by name is that reader; any other name is refused."""
     for kind in KINDS:
         assert resolve_reader(tmp_path / "absent", kind) == kind
         assert choose_reader(tmp_path / "absent", kind).kind == kind
@@ -583,7 +576,6 @@ def test_nothing_is_read_ahead(tmp_path: Path, kind: Kind) -> None:
 
 
 def test_pages_of_a_map_come_alone(tmp_path: Path) -> None:
-    """So do pages of a map that is populated without read-ahead."""
     path = tmp_path / "file"
     data = write(path, 32 * MIB)
     if choose_reader(path, "auto", whole_slots=False).kind != "mmap":
@@ -612,7 +604,6 @@ def test_a_file_longer_than_memory_is_mapped_privately(tmp_path: Path) -> None:
 
 
 def _resident_nbytes(path: Path) -> int:
-    """Of a file, in the page cache."""
     with open(path, "rb") as file:
         pages = page_cache._resident_pages(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     return pages.count(1) * PAGE

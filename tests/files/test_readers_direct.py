@@ -69,7 +69,6 @@ def pages(nbytes: int) -> memoryview:
 
 
 def address(memory: memoryview) -> int:
-    """Where memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -92,7 +91,6 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, bytes]]:
-    """A file of each size, and its content."""
     folder = tmp_path_factory.mktemp("sizes")
     return {n: (folder / str(n), write(folder / str(n), n)) for n in SIZES}
 
@@ -173,7 +171,6 @@ def test_aligned_range_outside_of_the_file(tmp_path: Path, kind: ResolvedKind) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_descriptor_reads_what_the_reader_does(tmp_path: Path, kind: ResolvedKind) -> None:
-    """Who reads by himself does it through `fileno`, which a closed reader has no more."""
     content = write(tmp_path / "f", 2 * BLOCK + 100)
     with open_reader(tmp_path / "f", 2 * BLOCK + 100, kind) as reader:
         memory = pages(3 * BLOCK)
@@ -186,7 +183,6 @@ def test_descriptor_reads_what_the_reader_does(tmp_path: Path, kind: ResolvedKin
 
 
 def test_aligned_memory_is_read_without_a_copy(disk: Path) -> None:
-    """One read of the disk, to where the bytes belong, also for a file that ends in a block."""
     nbytes = 3 * MIB + 100
     content = write(disk / "straight", nbytes)
     with Recording(disk / "straight", nbytes) as reader:
@@ -287,7 +283,6 @@ def test_page_cache_stays_as_it_is(disk: Path) -> None:
 
 
 def test_what_was_just_written_is_read(disk: Path) -> None:
-    """Pages that are not on the disk yet are read as they are in the page cache."""
     path = disk / "dirty"
     write(path, MIB)
     with open(path, "r+b", buffering=0) as file:
@@ -364,7 +359,6 @@ def test_memory_filesystem_is_buffered_from_the_start() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reader_that_does_what_was_asked_has_no_fallback(disk: Path, kind: ResolvedKind) -> None:
-    """There is a sentence about falling back only where it happened."""
     write(disk / "asked", 10)
     with open_reader(disk / "asked", 10, kind) as reader:
         reader.read_into(0, memoryview(bytearray(10)))
@@ -443,7 +437,6 @@ def test_truncated_while_it_is_read(tmp_path: Path, kind: ResolvedKind, left: in
 
 
 def test_the_file_that_was_opened_is_read(disk: Path) -> None:
-    """A file that is replaced under its name is read to the end as it was."""
     content = write(disk / "replaced", 2 * BLOCK)
     with DirectReader(disk / "replaced", 2 * BLOCK) as reader:
         write(disk / "other", 2 * BLOCK - 1)
@@ -519,7 +512,6 @@ def test_disk_with_sectors_of(sector_nbytes: int) -> None:
 
 
 def filesystem(path: Path) -> str:
-    """The type of the filesystem that holds a path."""
     return filesystem_of(os.path.realpath(path), Path("/proc/self/mountinfo").read_text())
 
 
@@ -531,7 +523,6 @@ def read_alone(path: Path, nbytes: int) -> None:
 
 
 def test_auto_reads_what_is_cold_past_the_page_cache(disk: Path) -> None:
-    """On a local disk "auto" is direct for a cold shard, and buffered for a resident one."""
     if filesystem(disk) not in DIRECT_FILESYSTEMS:
         pytest.skip(f"not a local disk: {filesystem(disk)}")
     path = disk / "auto"
@@ -566,7 +557,6 @@ def test_auto_is_never_direct_where_no_whole_slots_are_read(disk: Path) -> None:
 
 
 def test_auto_is_never_direct_where_the_page_cache_is_kept(disk: Path) -> None:
-    """A load that is to fill the page cache reads through it; so does who does not say."""
     write(disk / "kept", MIB)
     make_cold(disk / "kept")
     kept = choose_reader(disk / "kept", "auto", page_cache="keep")
@@ -590,7 +580,6 @@ def test_filesystems_are_in_one_list_only() -> None:
 
 
 def test_direct_reader_is_a_reader(disk: Path) -> None:
-    """It has what the protocol asks for."""
     write(disk / "protocol", 10)
     reader: Reader = DirectReader(disk / "protocol", 10)
     with reader as entered:

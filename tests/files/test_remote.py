@@ -52,19 +52,16 @@ DIGITS = "9" * 5000  # more than Python makes an integer of
 
 
 def content(nbytes: int = NBYTES, seed: int = 0) -> bytes:
-    """Bytes that differ from place to place."""
     return np.random.default_rng(seed).bytes(nbytes)
 
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    """A server of one file that is not a checkpoint."""
     with serve({"/f": content()}) as served:
         yield served
 
 
 def version(site: Site) -> Url:
-    """The URL of the file with its version, as its header would have it."""
     return Url.parse(site.url + "f").of_version(f'ETag: "{etag(site.files["/f"])}"')
 
 
@@ -77,7 +74,6 @@ def read(site: Site, start: int = 0, stop: int = NBYTES, patience: Patience = SO
 
 
 def error_of(call: Callable[[], object]) -> CheckpointError:
-    """The error of a call."""
     with pytest.raises(CheckpointError) as caught:
         call()
     return caught.value
@@ -149,7 +145,6 @@ def test_a_header_is_one_request(folder: Path) -> None:
 
 
 def test_a_long_header_is_read_to_its_end(tmp_path: Path) -> None:
-    """Of a header that is longer than the first request, the rest is asked for, and no data."""
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"a": ("U8", [1000], content(1000))}, pad_nbytes=2**18)
     start = open_checkpoint(path).shards[0].data_start
@@ -183,7 +178,6 @@ def test_a_store_that_may_not_be_listed(folder: Path, status: int) -> None:
 
 
 def test_missing_shards_are_named_together(folder: Path) -> None:
-    """Shards that an index names and the server does not have are one error."""
     with serve(folder) as site:
         for name in [name for name in site.files if "-of-" in name]:
             del site.files[name]
@@ -619,7 +613,6 @@ def test_a_server_without_versions(site: Site) -> None:
 
 
 def test_a_weak_etag_is_compared_too(site: Site) -> None:
-    """A tag that is weak for one request and strong for the next is of one version."""
     site.always["/f"] = Answer(headers={"ETag": f'W/"{etag(site.files["/f"])}"'})
     assert read(site) == site.files["/f"]
 
@@ -745,7 +738,6 @@ def test_what_is_no_url(text: str) -> None:
 
 
 def test_a_broken_url_keeps_its_password() -> None:
-    """Of a URL that cannot be read, what may be a password is not shown."""
     assert "word" not in str(error_of(lambda: open_checkpoint("http://u:pass/word@h:x/f?s=word")))
 
 

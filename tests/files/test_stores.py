@@ -91,7 +91,6 @@ def test_a_bucket_is_the_same_checkpoint(scheme: str, bucket: Site, folder: Path
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_folder_is_listed(listed: bool, bucket: Site, folder: Path) -> None:
-    """By its listing, page by page; where that is refused, by the usual names."""
     if not listed:
         bucket.always[BUCKET] = refused(403, "AccessDenied")
     assert loaded("s3://models/llama/") == loaded(folder)
@@ -126,7 +125,6 @@ def test_a_conversion_copies_what_is_listed(bucket: Site, folder: Path, tmp_path
 
 
 def test_commands_take_buckets(bucket: Site, here: Callable[..., tuple[str, str]]) -> None:
-    """inspect, plan and load."""
     url = "s3://models/llama/"
     assert "21 tensors in 3 files" in here("inspect", url)[0]
     assert "21 tensors" in here("plan", url, "--device", "host", "--budget", "1GB")[0]
@@ -184,7 +182,6 @@ def test_a_file_on_disk_is_needed(bucket: Site) -> None:
 
 
 def test_it_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra, the error names it."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     error = error_of(lambda: open_checkpoint("gs://models/llama/"))
     assert "needs obstore, the extra stores: pip install 'obstore>=0.12'" in str(error)
@@ -212,7 +209,6 @@ def reader(bucket: Site, nbytes: int = 300_000) -> HttpReader:
     ],
 )
 def test_what_passes_is_tried_again(act: Act, rest: int, bucket: Site) -> None:
-    """Only the bytes that are missing are asked for again, of the same version."""
     with patiently(SOON, reader, bucket) as open_reader:
         bucket.acts[F].append(act)
         out = bytearray(300_000)

@@ -179,7 +179,6 @@ def test_no_error_shows_a_secret(text: str, tmp_path: Path) -> None:
 
 
 def run_main(arguments: list[str]) -> None:
-    """What the program does with some arguments, in this process."""
     before, shown = sys.argv, warnings.showwarning
     sys.argv = ["streamload", *arguments]
     try:
@@ -200,7 +199,6 @@ def test_no_destination_is_a_url(text: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """A checkpoint with a configuration, served."""
     folder = tmp_path / "served"
     write_safetensors(
         folder / "model.safetensors", {"a": ("F32", [64, 25], bytes(range(256)) * 25)}
@@ -241,8 +239,6 @@ def test_what_is_sent_is_not_shown(site: Site, tmp_path: Path, kept_secret: io.S
 
 
 def test_an_unfinished_conversion_has_no_secret(site: Site, tmp_path: Path) -> None:
-    """Nor has its journal."""
-
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -273,7 +269,6 @@ ANSWERS: dict[str, Act] = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_what_servers_say_is_not_shown(site: Site, name: str) -> None:
-    """Neither where they redirect to, nor any of their words."""
     site.always["/model.safetensors"] = ANSWERS[name]
     with fails():
         streamload.open_checkpoint(with_secrets(site, "model.safetensors"))
@@ -311,7 +306,6 @@ def test_what_is_no_http_is_not_shown(line: bytes) -> None:
 )
 @pytest.mark.parametrize("kind", ["HTTP_PROXY", "ALL_PROXY"])
 def test_proxies_are_not_shown(monkeypatch: pytest.MonkeyPatch, kind: str, proxy: str) -> None:
-    """Nor their users and passwords, of a proxy that is broken or does not answer."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(kind, proxy.replace("SECRET", SECRET))
@@ -372,7 +366,6 @@ COMMANDS = {
     ["load", *[pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "load"]],
 )
 def test_no_command_shows_a_secret(site: Site, tmp_path: Path, name: str) -> None:
-    """On stdout and stderr, in JSON and in files."""
     url, out = with_secrets(site), str(tmp_path / "out")
     command = [
         a.replace("URLnothing", with_secrets(site, "nothing.safetensors")).replace("URL", url)
@@ -471,7 +464,6 @@ def test_no_pickle_has_a_secret(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_pickle_without_secrets_is_read(site: Site) -> None:
-    """A URL that has none is the same afterwards."""
     checkpoint = streamload.open_checkpoint(site.url)
     again = pickle.loads(pickle.dumps(checkpoint))
     assert again == checkpoint

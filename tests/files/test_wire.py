@@ -112,7 +112,6 @@ def in_phase(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], tuple[
 
 
 def read(reader: HttpReader) -> Exception | None:
-    """The error of reading the file."""
     try:
         reader.read_into(0, memoryview(bytearray(NBYTES)))
     except CheckpointError as error:
@@ -153,7 +152,6 @@ def test_a_stop_wakes_every_phase(
 
 
 def test_no_connection_is_waited_for_beyond_the_deadline() -> None:
-    """A host that takes no connection and refuses none: by its deadline, or by a stop."""
     with full() as port:
         url = Url.parse(f"http://127.0.0.1:{port}/f")
         with patiently(BRIEF, HttpReader, url, NBYTES) as reader:
@@ -345,7 +343,6 @@ def test_ctrl_c_ends_every_phase(in_phase: Callable[[str], tuple[RawSite, Url]],
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_connection_that_is_not_there() -> None:
-    """And a name that is being resolved, by the same wait."""
     reached = threading.Event()
     with full() as port:
         url = f"http://127.0.0.1:{port}/f"

@@ -33,7 +33,6 @@ class Tiny(FormatReader):
     """
 
     def read_header(self, file: File) -> Header:
-        """Read it as a hostile one is to be read."""
         start = read_exactly(file, 0, 8, "the header")
         if not start.startswith(MAGIC):
             raise HeaderError(file.path, "is not a tiny file", MAGIC, start[:4])
@@ -58,15 +57,12 @@ class Tiny(FormatReader):
         )
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
-        """Without the state of an optimizer."""
         return [name for name in names if not name.startswith("optimizer")]
 
     def siblings(self, header: Header) -> Sequence[str]:
-        """What the file says."""
         return json.loads(header.metadata.get("siblings", "[]"))
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
-        """A tokenizer."""
         tokenizer = headers[0].metadata.get("tokenizer")
         return {} if tokenizer is None else {"tokenizer.json": tokenizer.encode()}
 
@@ -92,7 +88,6 @@ def write_tiny(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]], **said: A
 
 
 def some() -> dict[str, np.ndarray[Any, Any]]:
-    """Two tensors."""
     rng = np.random.default_rng(0)
     return {
         "a.weight": rng.standard_normal((6, 4)).astype(np.float32),
@@ -101,7 +96,6 @@ def some() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def loaded(path: Path | str, **options: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """All tensors, as numpy arrays."""
     return dict(streamload.iterate(path, device="host", **options))
 
 
@@ -164,7 +158,6 @@ def test_sets_of_files(tmp_path: Path) -> None:
 
 
 def test_values_are_loaded_cast_and_counted(tmp_path: Path) -> None:
-    """Into a dict, one after the other, and as halves."""
     arrays = some()
     write_tiny(tmp_path / "model.tiny", arrays)
     for dtype, kind in (("checkpoint", "float32"), ("float16", "float16")):
@@ -215,7 +208,6 @@ def test_blocks_of_a_quantized_weight(tmp_path: Path) -> None:
 
 
 def test_what_headers_say_goes_to_other_processes(tmp_path: Path) -> None:
-    """Pickled, and in the index that nodes get."""
     stored = {"w.weight": ("fp8", (4, 32), (32,), 4)}
     turns = {"b.weight": (1, 8, 5, (5, 8))}
     arrays = some() | {"w.weight": np.zeros((4, 18), np.uint8)}
@@ -278,7 +270,6 @@ LOOKALIKES = {
 @pytest.mark.parametrize("kind", LOOKALIKES)
 @pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.gguf", "m.irpa", "README.md"])
 def test_lookalikes_are_named_for_every_reader(tmp_path: Path, name: str, kind: str) -> None:
-    """One table says what a file is that is no file of weights, and what is wanted."""
     raw, found = LOOKALIKES[kind]
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(HeaderError) as raised:

@@ -78,7 +78,6 @@ def of_dcp(folder: Path, prefix: str = "", **options: Any) -> dict[str, Any]:
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> Path:
-    """A folder that one process saved."""
     dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -102,7 +101,6 @@ def test_torchtitans_state(saved: Path) -> None:
 
 
 def test_several_dicts_need_a_key(saved: Path) -> None:
-    """They are listed, with the key to write."""
     with pytest.raises(HeaderError, match=r"open_checkpoint\(path, key='model'\)"):
         open_checkpoint(saved / "two")
     check(open_checkpoint(saved / "two", key="ema"), of_dcp(saved / "two", "ema."))
@@ -227,7 +225,6 @@ def test_any_range_of_any_chunks(
 
 
 def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a few hundred files, each is opened for a read."""
     monkeypatch.setattr("streamload.files.reader._MOST_OPEN", 2)
     parts = []
     for number in range(6):
@@ -243,7 +240,6 @@ def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_loads_a_module(saved: Path) -> None:
-    """The weights of a model that several processes trained, in a module of one."""
     module = torch.nn.Sequential(
         *(torch.nn.Linear(7, 13), torch.nn.LayerNorm(13)),
         *(torch.nn.Linear(13, 5, bias=False), torch.nn.BatchNorm1d(5)),

@@ -66,7 +66,6 @@ def metadata() -> Any:
 
 
 def write_folder(folder: Path, stated: bytes, data: bytes = DATA) -> Path:
-    """A folder with these metadata."""
     folder.mkdir(exist_ok=True)
     (folder / ".metadata").write_bytes(stated)
     (folder / "__0_0.distcp").write_bytes(data)
@@ -74,7 +73,6 @@ def write_folder(folder: Path, stated: bytes, data: bytes = DATA) -> Path:
 
 
 def test_the_folder_is_good_but_for_that(tmp_path: Path) -> None:
-    """What the cases change opens."""
     check(write_folder(tmp_path / "a", pickle.dumps(metadata())), {"w": WHOLE})
 
 

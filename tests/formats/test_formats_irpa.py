@@ -45,7 +45,6 @@ def source(folder: Path) -> dict[str, bytes]:
 
 
 def loaded(path: Path | str, **options: Any) -> dict[str, Array]:
-    """All tensors, as numpy arrays."""
     return dict(streamload.iterate(path, device="host", **options))
 
 
@@ -53,7 +52,6 @@ def loaded(path: Path | str, **options: Any) -> dict[str, Array]:
 
 
 def test_every_field_is_where_the_format_has_it(tmp_path: Path) -> None:
-    """The fields, the order, the alignment and the padding are those of the description."""
     arrays = {"b": np.arange(7, dtype=np.uint8), "a": np.arange(30, dtype=np.float16)}
     codes = {"b": "U8", "a": "F16"}
     tensors = {n: (codes[n], (1, *a.shape), a.tobytes()) for n, a in arrays.items()}
@@ -70,7 +68,6 @@ def test_every_field_is_where_the_format_has_it(tmp_path: Path) -> None:
 
 
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
-    """Names, dtypes, shapes and bytes, from safetensors to an archive and back."""
     source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa", verify=True)
     quiet(tmp_path / "out", tmp_path / "back", verify=True)
@@ -155,7 +152,6 @@ def test_splats_links_and_skipped_entries(tmp_path: Path) -> None:
 
 
 def test_a_splat_is_read_in_parts(tmp_path: Path) -> None:
-    """One that is longer than what is read at once becomes its pattern over and over."""
     splat = Item(b"w", np.float32(0.1).tobytes(), said("float32", [1000, 3001]), nbytes=12_004_000)
     (tmp_path / "model.irpa").write_bytes(archive([splat]))
     quiet(tmp_path, tmp_path / "out", dtype="float16", verify=True)
@@ -447,7 +443,6 @@ def listed(path: Path) -> dict[str, bytes]:
 
 
 def test_iree_writes_the_same(tmp_path: Path) -> None:
-    """What IREE writes of the same tensors and metadata has the same bytes."""
     runtime = needs.runtime("iree.runtime")
     source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa", verify=True)
@@ -471,12 +466,10 @@ def test_iree_lists_the_same(tmp_path: Path) -> None:
 
 
 def buffer(data: bytes) -> Array:
-    """Bytes as IREE takes them."""
     return np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
 
 
 def test_iree_reads_arrays(tmp_path: Path) -> None:
-    """Its own Python makes arrays of what is written, from the metadata."""
     runtime = needs.runtime("iree.runtime")
     found = source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa")
@@ -491,7 +484,6 @@ def test_iree_reads_arrays(tmp_path: Path) -> None:
 
 
 def test_what_iree_wrote_is_read(tmp_path: Path) -> None:
-    """Arrays with its metadata, splats, and buffers without any."""
     runtime = needs.runtime("iree.runtime")
     index = runtime.ParameterIndex()
     arrays = {"a": np.arange(30, dtype=np.float16).reshape(5, 6), "s": np.array(3, np.int64)}

@@ -146,7 +146,6 @@ def test_every_value_is_where_c_reads_it(tmp_path: Path, prefix: str, dtype: str
 
 
 def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
-    """To 1e-4, of a model that transformers saved."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

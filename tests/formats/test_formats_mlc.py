@@ -71,7 +71,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors that transformers has of a model."""
     if config["model_type"] == "gpt2":
         n = config["n_embd"]
         found = {"wte.weight": (config["vocab_size"], n), "wpe.weight": (config["n_positions"], n)}
@@ -613,7 +612,6 @@ ROWS, COLUMNS = 24, 128
 
 @pytest.fixture(scope="module")
 def tvm() -> Iterator[Any]:
-    """Apache TVM 0.27 (apache-tvm)."""
     needs.runtime("tvm.contrib.tvmjs")
     yield needs.runtime("tvm")
 
@@ -621,7 +619,6 @@ def tvm() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", QUANTS)
 def test_tvms_loaders_open_the_folder(tvm: Any, tmp_path: Path, quant: str) -> None:
-    """Both loaders, and from several files, have what plain reads have."""
     write(tmp_path / "in", CONFIGS["qwen3"])
     quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant=quant, max_shard_size="16kB")
     cache, expected = read(tmp_path / "out")

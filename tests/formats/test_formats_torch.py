@@ -149,7 +149,6 @@ def of_torch(path: Path) -> Any:
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("case", CASES)
 def test_loads_what_torch_load_does(tmp_path: Path, case: str, protocol: int, is_zip: bool) -> None:
-    """Of each kind of tensors, protocol and form, a load has the bytes that torch.load has."""
     path = tmp_path / "model.pth"
     value = CASES[case]()
     if not is_zip and protocol == 2:
@@ -164,7 +163,6 @@ def test_loads_what_torch_load_does(tmp_path: Path, case: str, protocol: int, is
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
 def test_every_reader_reads_views(tmp_path: Path, reader: ReaderKind, is_zip: bool) -> None:
-    """Views come from whichever reader the file has."""
     path = tmp_path / "model.pth"
     torch.save(_views(), path, _use_new_zipfile_serialization=is_zip)
     check(path, _views(), reader=reader)
@@ -172,7 +170,6 @@ def test_every_reader_reads_views(tmp_path: Path, reader: ReaderKind, is_zip: bo
 
 @pytest.mark.parametrize("alignment", [64, 512, 4096])
 def test_any_alignment_of_storages(tmp_path: Path, alignment: int) -> None:
-    """Where storages begin is what the archive says."""
     config = needs.module("torch.utils.serialization.config")
     path = tmp_path / "model.pt"
     before = config.save.storage_alignment
@@ -304,7 +301,6 @@ def test_converts_and_compares(tmp_path: Path) -> None:
 
 
 def test_iterates(tmp_path: Path) -> None:
-    """One by one, as well."""
     path = tmp_path / "model.pth"
     torch.save(_views(), path)
     expected = of_torch(path)
@@ -349,7 +345,6 @@ def strided(draw: st.DrawFn) -> list[tuple[Any, ...]]:
 def test_views_of_any_strides(
     tmp_path_factory: pytest.TempPathFactory, views: Any, chunk_nbytes: int, dtype: str
 ) -> None:
-    """Whatever as_strided makes is read as torch reads it, in chunks of any length."""
     whole = filled(5000).to(getattr(torch, dtype))
     value = {f"{i}": torch.as_strided(whole, *view) for i, view in enumerate(views)}
     path = tmp_path_factory.getbasetemp() / "strided.pth"
@@ -358,7 +353,6 @@ def test_views_of_any_strides(
 
 
 def test_a_read_takes_as_long_for_many_views(tmp_path: Path) -> None:
-    """A reader looks at those that a read touches alone."""
     path, seconds = write(tmp_path / "file", bytes(1000)), []
     for count in (100, 200_000):
         views = [View.strided(4096 + 64 * i, 0, 4, (4,), (8,)) for i in range(count)]
@@ -495,7 +489,6 @@ def test_prefix_of_data_parallel(tmp_path: Path) -> None:
 
 
 def test_numpy_arrays_and_tinygrad_take_it(tmp_path: Path) -> None:
-    """Nothing but opening needs to know of the format."""
     path = tmp_path / "model.pth"
     torch.save({"turned": filled(3, 4).t()}, path)
     arrays = {"turned": np.zeros((4, 3), np.float32)}

@@ -42,7 +42,6 @@ def _copied(kind: bytes = _ORDERED) -> bytes:
 
 @pytest.mark.parametrize("kind", [_ORDERED, _COUNTER], ids=["OrderedDict", "Counter"])
 def test_a_dict_of_another_is_a_copy(tmp_path: Path, kind: bytes) -> None:
-    """What is set in one of them afterwards is not in the other."""
     path = write(tmp_path / "model.pth", archive(pickle_of(_copied(kind)), _STORAGES))
     theirs = torch.load(path, weights_only=True)
     for key in "xyz":

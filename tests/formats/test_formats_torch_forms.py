@@ -32,7 +32,6 @@ def filled(*shape: int) -> Any:
 
 
 def refused(path: Path, **arguments: Any) -> HeaderError:
-    """The error of opening a file."""
     with pytest.raises(HeaderError) as raised:
         open_checkpoint(path, **arguments)
     return raised.value
@@ -43,14 +42,12 @@ def refused(path: Path, **arguments: Any) -> HeaderError:
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", "module", "params_ema"])
 def test_the_only_dict_of_tensors_is_found(tmp_path: Path, key: str) -> None:
-    """Whatever it is called, and whatever else there is."""
     path = tmp_path / "model.pth"
     torch.save({"epoch": 3, key: {"weight": filled(2)}, "hyper": {"lr": [1.0]}}, path)
     assert [*open_checkpoint(path).tensors] == ["weight"]
 
 
 def test_several_dicts_need_a_key(tmp_path: Path) -> None:
-    """The error says what there is, and how one is chosen; each can be."""
     path = tmp_path / "model.pth"
     value = {
         "steps": filled(2),
@@ -83,7 +80,6 @@ def test_keys_of_the_same_dict(tmp_path: Path) -> None:
 
 
 def test_a_key_is_for_such_files_only(tmp_path: Path) -> None:
-    """A safetensors file has no keys."""
     write_safetensors(tmp_path / "model.safetensors", {"a": ("BF16", (2,), bytes(4))})
     for path in (tmp_path, tmp_path / "model.safetensors"):
         with pytest.raises(ValueError, match="is for files that torch"):
@@ -209,7 +205,6 @@ OTHERS: Mapping[str, tuple[Callable[[], bytes], str, str]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("form", OTHERS)
 def test_other_forms_are_refused_by_name(tmp_path: Path, form: str) -> None:
-    """The error says what the file is, and what to write instead."""
     made, problem, expected = OTHERS[form]
     path = write(tmp_path / "model.pth", made())
     error = refused(path)
@@ -221,7 +216,6 @@ def test_other_forms_are_refused_by_name(tmp_path: Path, form: str) -> None:
 def test_the_call_that_is_suggested_for_a_tar_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes a file that opens, with the same values."""
     monkeypatch.chdir(tmp_path)
     error = refused(write(tmp_path / "old.pth", _tar()))
     exec(str(error.expected).partition(", if")[0], {"torch": torch})
@@ -242,7 +236,6 @@ UNREADABLE: Mapping[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_tensors_that_are_not_read(tmp_path: Path, kind: str) -> None:
-    """They are named, and do not matter where they are not asked for."""
     made, why = UNREADABLE[kind]
     path = tmp_path / "model.pth"
     torch.save({"good": filled(2), "other": made()}, path)
@@ -285,7 +278,6 @@ def test_plain_values_of_python_2(tmp_path: Path) -> None:
 def test_inspect_and_key_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--key` chooses; without it the error is one line."""
     path = str(tmp_path / "model.pth")
     torch.save({"model": {"a": filled(2).t()}, "ema": {"b": filled(2, 3).t()}}, path)
     for arguments, code in ((["inspect", path], 1), (["inspect", path, "--key", "ema"], 0)):

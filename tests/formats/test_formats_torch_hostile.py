@@ -345,7 +345,6 @@ _SEEDS = (
 
 @st.composite
 def pickles(draw: st.DrawFn) -> bytes:
-    """A pickle of opcodes in any order."""
     parts = st.sampled_from(
         [
             *(b"(", b"}", b"]", b")", b"N", b"K\1", b"q\0", b"h\0", b"\x94", b"0", b"1", b"2"),

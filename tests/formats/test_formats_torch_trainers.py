@@ -40,7 +40,6 @@ def trained(kind: Callable[..., Any] = torch.optim.AdamW) -> tuple[Any, Any]:
 
 
 def of_lightning() -> tuple[Any, Any]:
-    """What Lightning's ModelCheckpoint saves."""
     model, optimizer = trained()
     score = {"monitor": "loss", "best_model_score": torch.tensor(0.5), "dirpath": "a", "kth": {}}
     return model, {
@@ -94,7 +93,6 @@ TRAINERS: Mapping[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_weights_are_found(tmp_path: Path, trainer: str, is_zip: bool) -> None:
-    """Scores, counters and optimizers beside them are no candidates."""
     make, prefix = TRAINERS[trainer]
     model, saved = make()
     path = tmp_path / "last.ckpt"
@@ -106,7 +104,6 @@ def test_the_weights_are_found(tmp_path: Path, trainer: str, is_zip: bool) -> No
 
 
 def test_several_models_need_a_key(tmp_path: Path) -> None:
-    """Two models are listed with the key to write; an optimizer can be chosen, too."""
     model, optimizer = trained()
     saved = {"netG": model.state_dict(), "netD": model.state_dict(), "best": torch.ones(1)}
     saved |= {"optim": {"state": {"a": torch.ones(3)}, "param_groups": []}}
@@ -141,7 +138,6 @@ class Scripted(torch.nn.Module):  # type: ignore[name-defined, misc]
         self.named = {"a": torch.ones(2)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Use all of them."""
         return self.first(x) + self.plain.sum() + self.several[0].sum() + self.named["a"].sum()
 
 

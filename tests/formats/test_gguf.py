@@ -47,7 +47,6 @@ MADE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 
 
 def logits(model: Any) -> Any:
-    """A model's logits, in float32."""
     with torch.no_grad():
         return model.float()(IDS).logits
 
@@ -68,7 +67,6 @@ def loaded(model: Any, path: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module", params=MODELS)
 def source(request: pytest.FixtureRequest) -> Any:
-    """A small model of each family."""
     return small_model(request.param)
 
 
@@ -457,7 +455,6 @@ def test_nodes_load_what_one_process_does(kind: str | None, split: str, tmp_path
 
 
 def test_offload_streams_layers_of_a_file(tmp_path: Path) -> None:
-    """A model that does not fit computes with layers that stream from a file."""
     model = small_model("llama", num_hidden_layers=6)
     path = tmp_path / "model.gguf"
     write(path, tensors_of(model), config=model.config)
@@ -526,7 +523,6 @@ def test_rotary_embeddings_that_no_configuration_says(
 
 
 def test_a_conversion_is_a_folder_that_transformers_opens(tmp_path: Path) -> None:
-    """config.json and the tokenizer are beside the weights."""
     model = small_model("llama")
     letters = [*"abcdefghijklmnopqrstuvwxyz", "\u0120", "ab", "<s>", "</s>"]
     path = tmp_path / "model.gguf"
@@ -613,7 +609,6 @@ def test_turns_of_a_header(tmp_path: Path) -> None:
 
 
 def test_groups_have_the_shape_of_the_weight(tmp_path: Path) -> None:
-    """A tensor of blocks is bytes, and a group of its own."""
     path = tmp_path / "model.gguf"
     blocks = random_blocks("q5_k", 3, 512)
     write(path, {"a": blocks}, {"a": "Q5_K"}, architecture="none")

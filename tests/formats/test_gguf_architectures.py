@@ -65,7 +65,6 @@ def runs(path: Path) -> Any:
 
 
 def logits(model: Any) -> Any:
-    """A model's logits."""
     with torch.no_grad():
         return model.float().eval()(IDS).logits[0].numpy()
 
@@ -117,7 +116,6 @@ def test_llama_cpp_runs_what_is_written(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_settings_come_back(name: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """The model of the file that is written computes as the source does."""
     model = small_model(name, **more)
     model.save_pretrained(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="gguf", dtype="float32")

@@ -91,7 +91,6 @@ def test_split_files_equal_gguf_pys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_nbytes", [1, 400, 600, 1000, 10**6])
 def test_files_are_no_longer_than_asked(max_nbytes: int) -> None:
-    """Each is filled in order; one tensor alone may be longer."""
     raw, listed = metadata_bytes(METADATA), [[entry] for entry in ENTRIES]
     found = shards(listed, max_nbytes - OVERHEAD_NBYTES, file_nbytes, len(raw))
     files = [[entry for (entry,) in shard] for shard in found]

@@ -134,7 +134,6 @@ def test_the_layout_of_diffusers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_diffusers_reads_them(tmp_path: Path) -> None:
-    """Its values are gguf-py's, in each type."""
     needs.module("diffusers")
     from diffusers.models.model_loading_utils import load_gguf_checkpoint
     from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor

@@ -395,14 +395,12 @@ def opened(path: Path, raw: bytes) -> Checkpoint:
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Import what a first file imports."""
     path = tmp_path_factory.mktemp("warm") / "a.gguf"
     path.write_bytes(file(LLAMA, [A]))
     open_checkpoint(path)
 
 
 def test_the_parts_make_a_valid_file(tmp_path: Path) -> None:
-    """What the hostile files are made of is valid where nothing is wrong."""
     more = (pair("x", 9, array(8, 2, text("a") + text(b"\xff"))), pair("y", 9, nested(3)))
     said = (*LLAMA, *more, pair("general.alignment", 4, 64))
     tensors = [tensor("b", (32, 2), 8, 256), tensor("a", (8, 8)), tensor("c", (0, 4), 0, 256)]
@@ -419,7 +417,6 @@ def test_the_parts_make_a_valid_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("raw", "said"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_files_are_one_of_our_errors(raw: bytes, said: str, tmp_path: Path) -> None:
-    """It says what is wrong, and names the file."""
     assert len(HOSTILE) > 100
     with pytest.raises(CheckpointError, match=said) as error:
         opened(tmp_path / "model.gguf", raw)
@@ -474,7 +471,6 @@ def test_few_entries_of_many_parts_take_little_memory(
 
 
 def test_experts_count_for_limits(tmp_path: Path) -> None:
-    """A stack of 8 experts is 8 tensors."""
     path = tmp_path / "model.gguf"
     path.write_bytes(file(of("qwen3moe"), [tensor(EXPERTS, (4, 4, 8))]))
     assert len(open_checkpoint(path, limits=Limits(tensors=8)).tensors) == 8
@@ -566,7 +562,6 @@ def test_every_setting_at_its_edges(raw: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("raw", OTHERS.values(), ids=OTHERS)
 def test_the_other_parts_make_valid_files(raw: bytes, tmp_path: Path) -> None:
-    """The files that are damaged above are read; their tensors, in all, too."""
     checkpoint = opened(tmp_path / "model.gguf", raw)
     found = load_state_dict(None, checkpoint, device="host", budget="1GB").state_dict
     assert len(found) == len(checkpoint.tensors) > 0

@@ -83,7 +83,6 @@ def test_types_are_those_recorded() -> None:
 
 
 def test_types_of_a_model() -> None:
-    """A few of them in words."""
     columns = columns_of("llama", 32, (4096, 11008), False)
     mixer = Mixer(columns, {"model_type": "llama"})
     of = {name: mixer.kind(name, n, "q4_k_m").name for name, n in columns.items()}
@@ -285,7 +284,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_importance_of_it_is_one_error(case: str, tmp_path: Path) -> None:
-    """Named with the file and the tensor."""
     change, options, said = REFUSED[case]
     shapes = SHAPES["llama"] | {"num_hidden_layers": 1}
     source = write_model(tmp_path / "in", "llama", **shapes)

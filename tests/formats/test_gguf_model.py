@@ -179,7 +179,6 @@ def test_metadata() -> None:
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "rms_norm_eps", "intermediate_size"])
 def test_settings_that_llama_cpp_needs(key: str) -> None:
-    """Without one, llama.cpp would refuse the file."""
     config = {k: v for k, v in LLAMA.items() if k != key}
     with pytest.raises(CheckpointError, match=f"config.json: {key} is missing"):
         metadata("m", config, [])

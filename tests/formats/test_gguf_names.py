@@ -67,7 +67,6 @@ def test_all_names_go_to_gguf_as_in_its_package_and_back(model_type: str) -> Non
 
 @pytest.mark.parametrize("name", ["blk.00.attn_q.weight", "blk.x.attn_q.weight", "attn_q", "", "."])
 def test_names_that_are_not_known_stay(name: str) -> None:
-    """A name that is none of the architecture's has no other."""
     assert all(one.to_hugging_face(name) is None for one in ARCHITECTURES.values())
 
 
@@ -108,7 +107,6 @@ def _moved(rows: np.ndarray, order: RowTranspose | None) -> np.ndarray:
     ],
 )
 def test_settings_go_to_gguf_and_back(model_type: str, more: dict[str, Any]) -> None:
-    """A model of the config that comes back computes with the same settings."""
     model = _model(model_type, **more)
     before = model.config.to_dict()
     metadata = metadata_of(before)
@@ -184,7 +182,6 @@ def test_counts_are_whole_numbers(value: object) -> None:
 def test_settings_of_single_families_that_are_invalid(
     family: str, more: dict[str, Any], said: str
 ) -> None:
-    """A setting of a wrong type, from which another one is computed, is named."""
     long = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0], **more}
     config = _model("llama").config.to_dict() | {"model_type": family, **more}
     rope = {"rope_parameters": long} if family == "phi3" else {}
@@ -205,7 +202,6 @@ def test_what_gguf_has_no_key_for_is_refused() -> None:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_factors_of_llama_3_are_those_of_transformers(factor: float) -> None:
-    """The divisors of frequencies are transformers', and say what made them."""
     config = _model("llama", head_dim=128, rope_parameters=_LLAMA3 | {"factor": factor}).config
     made = llama3_factors(config.to_dict())
     scaled, _ = transformers.modeling_rope_utils._compute_llama3_parameters(config, "cpu")

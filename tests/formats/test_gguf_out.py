@@ -62,7 +62,6 @@ def _file_type(kind: str) -> str:
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_matrices_stay_as_they_are(dtype: str, tmp_path: Path) -> None:
-    """Without dtype and quant, matrices keep their dtype, and vectors are F32."""
     source = write_model(tmp_path / "in", "qwen2", dtype=dtype)
     quiet(source, tmp_path / "out", to="gguf")
     _, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
@@ -72,7 +71,6 @@ def test_matrices_stay_as_they_are(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_rows_that_are_no_whole_blocks_become_f16(kind: str, tmp_path: Path) -> None:
-    """Where 32 does not divide the width, the matrix is F16."""
     source = write_model(tmp_path / "in", "llama", intermediate_size=80)
     quiet(source, tmp_path / "out", to="gguf", **KINDS[kind])
     _, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
@@ -127,7 +125,6 @@ def test_the_vocabulary_is_in_the_metadata(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["60kB", "20kB", "1kB"])
 def test_files_are_split_by_size(size: str, tmp_path: Path) -> None:
-    """The set has the same tensors, each in one file, and its first file the metadata."""
     source = write_model(tmp_path / "in", "qwen3")
     report = quiet(source, tmp_path / "out", to="gguf", quant="q8_0", max_shard_size=size)
     files = sorted((tmp_path / "out").glob("*.gguf"))
@@ -394,7 +391,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_gguf_cannot_take_is_one_error(case: str, tmp_path: Path) -> None:
-    """It says what to write instead, and nothing is written."""
     make, arguments, said = REFUSED[case]
     source = make(tmp_path / "in")
     with pytest.raises((StreamloadError, ValueError), match=said) as raised:

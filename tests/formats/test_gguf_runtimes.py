@@ -84,7 +84,6 @@ def _model(family: str, folder: Path, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module", params=_CONFIGS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A family, a model of it, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, _model(request.param, folder), folder
 

@@ -33,7 +33,6 @@ def _rows(tokenizer: dict[str, Any]) -> int:
 
 
 def _saved(folder: Path, tokenizer: dict[str, Any], **settings: Any) -> Any:
-    """A tokenizer as transformers opens it."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -174,7 +173,6 @@ def test_the_embedding_may_have_more_rows() -> None:
 
 
 def test_an_id_is_of_one_token() -> None:
-    """Two tokens of one id, and one token of two, are refused."""
     tokenizer = byte_level("qwen2")
     for content, number in (("new", 300), (SPECIAL[1], 900)):
         tokenizer["added_tokens"][0] |= {"content": content, "id": number}
@@ -233,7 +231,6 @@ def test_merges_are_read_as_one_string_each(indent: int | None) -> None:
     "raw", [b"", b"{", b"\xff", b'{"merges": [', b'{"merges": [1]}', b'{"merges": []}', b"[" * 200]
 )
 def test_what_is_no_tokenizer_is_not_read(raw: bytes) -> None:
-    """Whatever is in the file, it is a ValueError."""
     with pytest.raises(ValueError):
         parse_tokenizer(raw)
 
@@ -380,7 +377,6 @@ _GPT2: dict[str, Any] = {
     ],
 )
 def test_damaged_keys(key: str, value: Any, said: str) -> None:
-    """Whatever a file says, there is one error that names the key."""
     metadata = _GPT2 | {f"tokenizer.ggml.{key}": value}
     with pytest.raises(CheckpointError, match=said) as raised:
         from_gguf("x.gguf", metadata)
@@ -403,7 +399,6 @@ def test_no_vocabulary() -> None:
 
 
 def test_special_tokens_outside_the_vocabulary_are_left_out() -> None:
-    """A bos of another model's size is no token."""
     files = from_gguf("x", _GPT2 | {"tokenizer.ggml.bos_token_id": 7})
     assert "bos_token" not in files["tokenizer_config.json"]
     assert files["tokenizer.json"]["post_processor"] is None

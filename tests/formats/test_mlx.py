@@ -50,7 +50,6 @@ def write(
 
 
 def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
-    """The tensors of a load to the host, by name."""
     options = {"device": "host", "progress": False, **options}
     return streamload.load_state_dict(None, path, dtype=dtype, **options).state_dict
 
@@ -238,7 +237,6 @@ COMPANIONS = ("scales", "qzeros", "weight_scale", "weight.absmax", "weight_scale
 @pytest.mark.parametrize("companion", COMPANIONS)
 @pytest.mark.parametrize("code", ["U8", "I8", "I32"])
 def test_unknown_packed_weights_are_refused(tmp_path: Path, code: str, companion: str) -> None:
-    """dtype= does not pass codes of an unknown layout as if they were integers."""
     nbytes = {"U8": 1, "I8": 1, "I32": 4}[code]
     write_safetensors(
         tmp_path / "model.safetensors",

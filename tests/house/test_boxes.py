@@ -25,7 +25,6 @@ def test_what_does_not_fit_is_killed(cgroup: Boxes) -> None:
 
 
 def test_nothing_is_left_behind(cgroup: Boxes) -> None:
-    """A process that the command leaves behind ends with the box."""
     run = cgroup.run(["sh", "-c", "sleep 60 & echo $!; exit 3"], LIMIT_NBYTES)
     assert run.returncode == 3
     process = Path("/proc", run.stdout.strip(), "cmdline")

@@ -189,7 +189,6 @@ def test_the_tree() -> None:
 def test_facts_and_message(
     error: StreamloadError, facts: dict[str, Any], told: tuple[str, ...]
 ) -> None:
-    """Facts are attributes, and the message, one line, is built from them."""
     assert {name: getattr(error, name) for name in facts} == facts
     assert all(text in str(error) for text in told), str(error)
     assert "\n" not in str(error)

@@ -35,7 +35,6 @@ def _start(name: str, *arguments: object, env: Mapping[str, str] | None = None) 
 
 
 def _said(*processes: forked.Process) -> list[str]:
-    """What each has printed, when all have ended."""
     try:
         said = [process.communicate() for process in processes]
     finally:
@@ -78,7 +77,6 @@ def test_llama_loads_and_predicts(small_checkpoint: Path) -> None:
 
 
 def test_plain_state_dict_lists_every_tensor(small_checkpoint: Path) -> None:
-    """The state dict example prints name, dtype and shape of every tensor."""
     arguments = ("--device", "host", "--budget", "2MB", "--dtype", "float32")
     said = _run("plain_state_dict.py", small_checkpoint, *arguments)
     listed = [line.split()[:2] for line in said.splitlines() if line.startswith(("model.", "lm_"))]
@@ -97,7 +95,6 @@ def test_two_devices_prints_the_plan_and_where_things_are(small_checkpoint: Path
 
 
 def test_too_small_prints_one_error_with_the_numbers(small_checkpoint: Path) -> None:
-    """A budget that does not fit is told with what is needed, what is there, and the difference."""
     said = _run("too_small.py", small_checkpoint, "--budget", "10kB", "--device", "host")
     assert "but the budget is 10.00 kB (10000 bytes)" in said
     assert said.splitlines()[-1].startswith("short by ")
@@ -105,7 +102,6 @@ def test_too_small_prints_one_error_with_the_numbers(small_checkpoint: Path) -> 
 
 @pytest.mark.slow
 def test_bert_compares_sentences(minilm: Path) -> None:
-    """The BERT example finds the paraphrase nearer than the unrelated sentence."""
     needs.device("CPU")
     needs.module("tokenizers")
     sentences = ("A man is eating.", "Someone has a meal.", "The stock market fell.")
@@ -118,7 +114,6 @@ def test_bert_compares_sentences(minilm: Path) -> None:
 
 
 def test_torch_module_loads_and_predicts_as_transformers_does(small_checkpoint: Path) -> None:
-    """The Llama in plain torch is loaded under a budget, and predicts what transformers' would."""
     torch = needs.module("torch")
     transformers = needs.module("transformers")
     arguments = ("--device", "cpu", "--budget", "2MB", "--dtype", "float32")
@@ -131,7 +126,6 @@ def test_torch_module_loads_and_predicts_as_transformers_does(small_checkpoint: 
 
 
 def test_own_loop_predicts_as_transformers_does(small_checkpoint: Path) -> None:
-    """A loop over layers that stream gives the tokens that transformers' model does."""
     torch = needs.module("torch")
     transformers = needs.module("transformers")
     arguments = ("--device", "cpu", "--budget", "160kB", "--dtype", "float32")
@@ -147,7 +141,6 @@ def test_own_loop_predicts_as_transformers_does(small_checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_two_devices_plans_without_them(small_checkpoint: Path) -> None:
-    """Where the devices are not there, the example shows the plan and says why it is alone."""
     needs.module("torch")
     devices = ("--devices", "cuda:98", "cuda:99", "--budgets", "5MB", "5MB")
     *plan, last = _run("two_devices.py", small_checkpoint, *devices).splitlines()
@@ -204,7 +197,6 @@ def test_pipeline_predicts_the_same_in_one_process_and_in_two(
 
 
 def test_pipeline_says_where_ranks_of_mpirun_meet(small_checkpoint: Path) -> None:
-    """On several hosts somebody has to say it: the line has the options."""
     needs.module("torch")
     rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     process = _start(

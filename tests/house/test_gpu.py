@@ -70,12 +70,10 @@ def write(tree: Path, **changes: Any) -> None:
 
 
 def problems(tree: Path) -> list[str]:
-    """What is wrong with a tree's results."""
     return state.problems(tree / "gpu.json", tree)
 
 
 def test_results_of_todays_sources_have_no_problem(tree: Path) -> None:
-    """All rows and tests right, and the digest the same."""
     assert problems(tree) == []
 
 
@@ -138,7 +136,6 @@ def test_a_test_file_that_is_not_right_is_named(
 
 
 def test_a_test_file_that_is_new_has_not_run(tree: Path) -> None:
-    """Results lack it."""
     (tree / "tests/devices/test_two_cuda.py").write_text("")
     assert problems(tree) == ["tests/devices/test_two_cuda.py: not run"]
 
@@ -178,7 +175,6 @@ def test_check_needs_the_standard_library_alone(tmp_path: Path) -> None:
 
 
 def test_files_that_need_a_gpu_have_a_name_that_is_found() -> None:
-    """A test that asks whether there is a GPU stands in a file that scripts/gpu runs."""
     found = set(state.test_files())
     assert "tests/offloading/test_offload_cuda.py" in found
     asks = re.compile(r"if not torch\.cuda\.is_available\(\)|if torch\.cuda\.device_count\(\) <")
@@ -197,7 +193,6 @@ def made_run(folder: Path, seconds: float = 100.0) -> main.Run:
 
 
 def test_a_crash_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row after it runs, and results are on the disk after each."""
     (tmp_path / "crashes.py").write_text(CRASHES)
     monkeypatch.syspath_prepend(tmp_path)
     run = made_run(tmp_path)
@@ -231,7 +226,6 @@ def test_outcomes_of_a_test_file(tmp_path: Path, crash: bool) -> None:
 
 
 def test_a_test_file_that_hangs_is_ended(tmp_path: Path) -> None:
-    """By its time, with the counts until then."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     file = tmp_path / "test_some.py"
     file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
@@ -255,7 +249,6 @@ def test_files_that_measure_the_devices_memory_run_alone() -> None:
 
 
 def test_the_checkpoint_has_layers_that_span_files() -> None:
-    """As published ones have: at two of the three ends."""
     shapes = mk.PRESETS["llama-3-8b"].tensors()
     sizes = {name: BF16.nbytes(math.prod(shape)) for name, shape in shapes.items()}
     parts = mk._split(sizes, 4)
@@ -344,7 +337,6 @@ def test_rows_of_two_gpus_run_without_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_ends_in_time(tmp_path: Path) -> None:
-    """With rows that say that they were not run."""
     out = tmp_path / "gpu.json"
     command = [sys.executable, SCRIPT, "--rehearse", "--minutes", "0.4", "--json", out]
     begun = time.monotonic()

@@ -189,14 +189,12 @@ def uncollected() -> Iterator[None]:
 
 
 def test_every_file_is_in_a_room() -> None:
-    """Each file is in the folder of a room, or is one of the few at the top."""
     odd = [module for module in FILES if _room(module) not in FLOOR and module not in FRONTS]
     assert not odd
     assert {_room(module) for module in FILES} - set(FRONTS) == set(FLOOR)
 
 
 def test_a_room_imports_from_the_floors_below() -> None:
-    """A file imports from its own room and from lower floors, lazily or not."""
     rooms = {module: _room(module) for module in FILES if module not in FRONTS}
     wrong = [
         f"{module} imports {other}"
@@ -209,7 +207,6 @@ def test_a_room_imports_from_the_floors_below() -> None:
 
 
 def test_no_files_import_each_other() -> None:
-    """No circle of files, of the imports that run when a file is imported."""
     graph = {
         module: {other for other in _inside(module, at_import=True) if other != module}
         for module in FILES
@@ -220,7 +217,6 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_no_import_by_string_across_rooms() -> None:
-    """No string names a module of another room."""
     wrong = [
         f"{module} names {node.value}"
         for module in FILES
@@ -238,7 +234,6 @@ def test_no_import_by_string_across_rooms() -> None:
 
 
 def test_a_framework_is_imported_in_its_own_files_only() -> None:
-    """tinygrad, torch and others are imported in files named for them, lazily or not."""
     foreign = [
         f"{module} imports {name}"
         for module in FILES
@@ -259,7 +254,6 @@ def test_threads_are_started_in_few_files_only() -> None:
 
 
 def test_the_environment_is_read_at_the_edge() -> None:
-    """Environment variables are read at the edges of the program, and nowhere else."""
     reading = {"environ", "environb", "getenv", "getenvb"}
     read = {module: found for module in FILES if (found := _names(module) & reading)}
     assert read.keys() <= set(READ_ENVIRONMENT), read
@@ -272,19 +266,16 @@ def test_python_is_started_by_one_command() -> None:
 
 
 def test_the_lists_of_this_page_name_files() -> None:
-    """Each file that is listed here is there, and does what it is listed for."""
     assert set(READ_ENVIRONMENT) | set(START_THREADS) <= set(FILES)
     assert all(_names(module) & STARTERS for module in START_THREADS)
 
 
 def test_packages_hold_a_docstring_alone() -> None:
-    """``__init__.py`` is a docstring, but for the packages that users import."""
     assert not [p for p in PACKAGES - set(WITH_CODE) if len(_tree(p).body) != 1]
 
 
 @pytest.mark.parametrize("package", WITH_CODE)
 def test_no_module_hides_behind_a_function(package: str) -> None:
-    """A module does not bear the name of a function that its package exports."""
     name = ".".join(filter(None, ("streamload", package)))
     exporter = importlib.import_module(name)
     exported = {each for each in getattr(exporter, "__all__", ()) if each != "__version__"}

@@ -132,7 +132,6 @@ def is_turned(model: Any, name: str) -> bool:
 
 
 def write_files(folder: Path, tensors: Mapping[str, Any], shards: int) -> Path:
-    """Write safetensors files, by safetensors' own writer."""
     folder.mkdir(parents=True)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if shards == 1:
@@ -150,7 +149,6 @@ def write_files(folder: Path, tensors: Mapping[str, Any], shards: int) -> Path:
 
 
 def as_float(model: Any, folder: Path, shards: int, dtype: Any) -> Stored:
-    """Floats in safetensors."""
     tensors = floats(model, dtype)
     config(model, write_files(folder, tensors, shards))
     return Stored(folder, exact_of(tensors), str(dtype)[6:])
@@ -163,12 +161,10 @@ def floats(model: Any, dtype: Any) -> dict[str, Any]:
 
 
 def exact_of(tensors: Mapping[str, Any]) -> dict[str, Array]:
-    """The same in float64."""
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
 
 def config(model: Any, folder: Path, **quantization: Any) -> None:
-    """Write config.json, by transformers."""
     model.config.architectures = [type(model).__name__]
     if quantization:
         model.config.quantization_config = quantization
@@ -176,7 +172,6 @@ def config(model: Any, folder: Path, **quantization: Any) -> None:
 
 
 def as_torch(model: Any, folder: Path, shards: int) -> Stored:
-    """A file of torch.save."""
     folder.mkdir()
     tensors = floats(model, torch.float16)
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -185,7 +180,6 @@ def as_torch(model: Any, folder: Path, shards: int) -> Stored:
 
 
 def as_dcp(model: Any, folder: Path, shards: int) -> Stored:
-    """A folder of torch.distributed.checkpoint."""
     tensors = floats(model, torch.bfloat16)
     torch.distributed.checkpoint.save(dict(tensors), checkpoint_id=folder, no_dist=True)
     config(model, folder)
@@ -259,7 +253,6 @@ def fp8_parts(name: str, weight: Array) -> tuple[dict[str, Array], Array]:
 
 
 def as_fp8(model: Any, folder: Path, shards: int) -> Stored:
-    """The same in files."""
     said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     found = as_parts(model, folder, shards, fp8_parts, **said)
     for path in folder.glob("*.safetensors"):
@@ -545,7 +538,6 @@ TINYGRAD = {
 
 
 def arrays_of(state: Mapping[str, Any]) -> dict[str, Array]:
-    """Tensors of any framework as arrays of their dtype."""
     found = {}
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor):
@@ -960,14 +952,12 @@ def line_of(case: Case) -> str:
 
 
 def case_of(line: str) -> Case:
-    """The case of a line."""
     return {name: rows[0] for name, rows in DIMENSIONS.items()} | dict(
         each.split("=") for each in line.split()
     )
 
 
 def pairs_of(case: Case) -> set[Any]:
-    """The pairs of values in a case."""
     return set(itertools.combinations(case.items(), 2))
 
 
@@ -1032,7 +1022,6 @@ def whole() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where sources are written."""
     return tmp_path_factory.mktemp("sources")
 
 
@@ -1058,7 +1047,6 @@ def tried(root: Path, tmp_path: Path) -> Callable[[Case], str]:
 
 
 def check_all(cases: list[Case], tried: Callable[[Case], str]) -> None:
-    """Each is right or refused by a rule."""
     faults, counts = [], collections.Counter[str]()
     for case in cases:
         if any(fault.when(case) for fault in KNOWN):
@@ -1086,7 +1074,6 @@ def test_a_tenth_of_the_pairs(part: int, tried: Callable[[Case], str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(_PARTS), ids=lambda part: f"whole-{part}")
 def test_all_pairs(part: int, tried: Callable[[Case], str]) -> None:
-    """Every pair of values that a case can have."""
     check_all(whole()[part::_PARTS], tried)
 
 

@@ -22,7 +22,6 @@ CONTENT = bytes(range(256)) * 4096
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a file, and a file beside it."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "data").write_bytes(CONTENT)
@@ -32,14 +31,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serving(folder: Path) -> Iterator[Serving]:
-    """It, served."""
     with closing(range_server.start(folder, ("127.0.0.1", 0))) as serving:
         yield serving
 
 
 @pytest.fixture
 def connection(serving: Serving) -> Iterator[http.client.HTTPConnection]:
-    """A connection to the server."""
     parts = urlsplit(serving.url)
     with closing(http.client.HTTPConnection(str(parts.hostname), parts.port)) as connection:
         yield connection
@@ -81,7 +78,6 @@ def test_ranges_and_whole_files_come_over_one_connection(
 def test_a_file_that_has_changed_comes_whole(
     connection: http.client.HTTPConnection, folder: Path
 ) -> None:
-    """A range of a version that is no more is answered by all of the version that there is."""
     tag = _ask(connection, "/data", Range="bytes=0-0")[2]["ETag"]
     assert _ask(connection, "/data", Range="bytes=1-2", If_Range=tag)[:2] == (206, CONTENT[1:3])
     (folder / "data").write_bytes(b"something new")
@@ -93,13 +89,11 @@ def test_a_file_that_has_changed_comes_whole(
 def test_nothing_else_is_served(
     connection: http.client.HTTPConnection, serving: Serving, path: str
 ) -> None:
-    """What is not there, folders, and what lies beside the folder are not found."""
     assert _ask(connection, path)[0] == 404
     assert serving.counts().nbytes == 0
 
 
 def test_one_file_is_served_alone(folder: Path) -> None:
-    """Of a path that is a file, that file is served, and not its neighbours."""
     (folder / "other").write_text("x")
     with closing(range_server.start(folder / "data", ("127.0.0.1", 0))) as serving:
         parts = urlsplit(serving.url)
@@ -109,7 +103,6 @@ def test_one_file_is_served_alone(folder: Path) -> None:
 
 
 def test_many_clients_are_served_at_once(serving: Serving) -> None:
-    """Fourteen clients, each of its own part: every byte once."""
     parts = urlsplit(serving.url)
     count, nbytes = 14, len(CONTENT) // 16
     found: dict[int, bytes] = {}
@@ -133,7 +126,6 @@ def test_many_clients_are_served_at_once(serving: Serving) -> None:
 
 
 def test_what_cannot_be_served_is_an_error(tmp_path: Path) -> None:
-    """A path that is not there, and an address that is taken, are named."""
     with pytest.raises(OSError, match="nowhere cannot be served"):
         range_server.start(tmp_path / "nowhere", ("127.0.0.1", 0))
     with closing(range_server.start(tmp_path, ("127.0.0.1", 0))) as serving:

@@ -58,14 +58,12 @@ def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def load(checkpoint: Path, device: str, *, writable: Sequence[str] = ()) -> tuple[int, str, str]:
-    """Run ``streamload load`` there."""
     streamload = (sys.executable, "-m", "streamload", "load", MODEL, "--budget", "1GB", "--json")
     options = ("--device", device, "--dtype", "float16")
     return ended(start(checkpoint, *streamload, *options, writable=writable))
 
 
 def devices_of(out: str) -> list[str]:
-    """What a load that printed JSON loaded to."""
     return list(json.loads(out)["budget_nbytes"])
 
 

@@ -101,7 +101,6 @@ def test_pages_have_the_examples_that_they_should() -> None:
 
 
 def test_blocks_are_run_or_say_that_they_are_not() -> None:
-    """A block is Python or commands, which run, or text or YAML, which do not."""
     for page, text in _PAGES.items():
         kinds = [found[2] for found in _BLOCK.finditer(text)]
         assert set(kinds) <= {"python", "sh", "text", "yaml"}, page
@@ -139,7 +138,6 @@ def test_commands_run(page: str, folder: Path) -> None:
 
 
 def test_every_option_has_a_row() -> None:
-    """The site's table of options is made of them."""
     made = on_page_markdown(_PAGES["docs/options.md"])
     assert re.findall(r"^\| `(\w+)` \| `", made, re.M) == [*OPTIONS]
 

@@ -35,7 +35,6 @@ def test_every_file_names_the_same_version() -> None:
 
 
 def test_workflows_run_scripts_that_are_there() -> None:
-    """With extras that pyproject.toml has, for Pythons that it allows."""
     yaml, extras = needs.module("yaml"), _project()["optional-dependencies"]
     assert [path.stem for path in WORKFLOWS] == ["release", "tests", "wheels"]
     commands = []

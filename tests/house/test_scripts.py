@@ -86,7 +86,6 @@ def test_safetensors_reads_what_is_written(
 
 @pytest.mark.parametrize("modulo", [0, 8])
 def test_data_begins_where_it_is_asked_to(tmp_checkpoint: Callable[..., Path], modulo: int) -> None:
-    """The data of every file begins at the asked offset modulo 16."""
     folder = tmp_checkpoint(200_000, shards=3, offset_mod_16=modulo)
     for file in folder.glob("*.safetensors"):
         header_nbytes = int.from_bytes(file.read_bytes()[:8], "little")
@@ -175,7 +174,6 @@ def test_what_is_there_is_not_overwritten(small_checkpoint: Path) -> None:
 
 
 def test_a_size_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    """A size that no Llama has is refused in one line, and nothing is written."""
     done = _run(
         sys.executable, ROOT / "scripts/make_checkpoint.py", tmp_path / "out", "--size", "1kB"
     )

@@ -29,7 +29,6 @@ __all__ = ["hub"]
 
 
 def load(path: Path, *adapters: Path | str, **options: Any) -> dict[str, Array]:
-    """Load onto the host."""
     given: dict[str, Any] = {"device": "host", "dtype": "checkpoint", "budget": "1GB"} | options
     report = streamload.load_state_dict(
         None, path, adapters=list(adapters), progress=False, **given
@@ -128,7 +127,6 @@ def test_a_transposed_weight_and_another_prefix(tmp_path: Path) -> None:
 def test_what_is_not_merged_is_refused_by_name(
     tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
-    """With the file, and what it has."""
     path = tmp_path / "model.safetensors"
     write(path, {"m.weight": random(0, 20, 12)})
     folder = adapter(tmp_path / "a", pair("m", 20, 12), **config)
@@ -179,7 +177,6 @@ def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path, cached: str, written: s
 
 
 def test_errors_show_no_secret(tmp_path: Path) -> None:
-    """Of URLs of adapters, with or without a scale."""
     path = tmp_path / "model.safetensors"
     write(path, {"m.weight": random(0, 20, 12)})
     for secret in ("https://me:se-cret@host/lora/", "https://host/lora/?signature=se-cret"):
@@ -215,7 +212,6 @@ def test_errors_show_no_secret(tmp_path: Path) -> None:
 def test_a_configuration_of_other_types_is_one_error(
     tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
-    """It names the file, and the field."""
     path = tmp_path / "model.safetensors"
     write(path, {"m.weight": random(0, 20, 12), "e.weight": random(0, 20, 12)})
     tokens = {f"{BASE}e.token_adapter.trainable_tokens_delta": random(1, 2, 12)}

@@ -44,7 +44,6 @@ def factors_of(model: Any, suffixes: tuple[str, ...]) -> dict[str, tuple[Array, 
 
 
 def peft_adapter(folder: Path, factors: dict[str, tuple[Array, Array]]) -> Path:
-    """The adapter as peft saves it."""
     arrays = {}
     for module, (a, b) in factors.items():
         if module.endswith("embed_tokens"):
@@ -84,7 +83,6 @@ def gguf_adapter(
 
 
 def loaded(path: Path, *adapters: Any) -> dict[str, Array]:
-    """All tensors on the host, in float32."""
     options: dict[str, Any] = {"device": "host", "budget": "1GB", "dtype": "float32"}
     report = streamload.load_state_dict(
         None, path, adapters=list(adapters), progress=False, **options

@@ -54,7 +54,6 @@ def part_of(array: np.ndarray[Any, Any], block: Block) -> np.ndarray[Any, Any]:
 @given(blocks())
 @settings(deadline=None)
 def test_a_block_is_made_of_ranges(block: Block) -> None:
-    """Of a tensor, and of as many that are stacked: the elements of the block, in its order."""
     array = np.arange(math.prod(block.whole)).reshape(block.whole)
     found = cut([RowRange("a", 0, block.whole[0])], math.prod(block.whole[1:]), block)
     assert found is not None

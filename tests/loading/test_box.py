@@ -87,7 +87,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a tmpfs."""
     folder = tmp_path / "memory"
     folder.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True)
@@ -169,7 +168,6 @@ def test_a_file_that_is_not_cached_is_no_burden(
 def test_twice_the_box_is_refused(
     cgroup: Boxes, checkpoint: Path, device: str, budget: str | None
 ) -> None:
-    """A checkpoint of twice the box does not fit, and is not killed, whatever the budget says."""
     options = ("--budget", budget) if budget else ()
     done = _run(cgroup, _load(checkpoint, _works(device), *options), SMALL_BOX_NBYTES)
     assert (done.returncode, done.oom_killed) == (3, False), done.stderr
@@ -300,7 +298,6 @@ def _convert_in_boxes(
 
 
 def test_a_conversion_is_done_or_refused(cgroup: Boxes, tmp_path: Path) -> None:
-    """With less than it needs a conversion is refused, with that it is done; it is never killed."""
     source = tmp_path / "source"
     make_checkpoint(source, shape_of_size(40_000_000, BF16))
     # what the process itself takes differs by some 100 kB from one run to the next
@@ -378,7 +375,6 @@ def test_no_conversion_that_is_told_it_fits_is_killed(
 def test_no_conversion_that_quantizes_is_killed(
     cgroup: Boxes, tmp_path: Path, quant: str, count: int
 ) -> None:
-    """The same where weights are quantised: their statistics are counted, and their parts."""
     source = tmp_path / "source"
     if count:
         one = ("BF16", (64, 64), bytes(8192))
@@ -404,7 +400,6 @@ def test_no_conversion_that_quantizes_is_killed(
 def test_a_check_is_done_or_refused(
     cgroup: Boxes, tmp_path: Path, name: str, shares: Sequence[float]
 ) -> None:
-    """So are a check of digests, of a conversion, and a comparison."""
     source, out = tmp_path / "source", tmp_path / "out"
     make_checkpoint(source, shape_of_size(40_000_000, BF16))
     streamload.convert(source, out, dtype="float16", progress=False)
@@ -421,7 +416,6 @@ def test_a_check_is_done_or_refused(
 def test_a_check_of_what_was_quantized_is_done_or_refused(
     cgroup: Boxes, tmp_path: Path, quant: str
 ) -> None:
-    """So is one in which numpy quantises."""
     source, out = tmp_path / "source", tmp_path / "out"
     make_checkpoint(source, shape_of_size(40_000_000, BF16))
     streamload.convert(source, out, quant=quant, progress=False)

@@ -77,11 +77,9 @@ class Named:
     named: Mapping[str, tuple[int, ...]]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes."""
         return dict(self.named)
 
     def config(self, dtype: DType) -> dict[str, Any]:
-        """The content of config.json."""
         return {"torch_dtype": dtype.name}
 
 
@@ -102,7 +100,6 @@ def shapes(name: str, numel: int) -> Named | ManyTensors:
 
 
 def made(folder: Path, case: Case, dtype: str, seed: int) -> Path:
-    """The checkpoint of a case in a dtype."""
     out, src = folder / f"{dtype}-{seed}", parse_dtype(case["src"])
     if not out.exists():
         nbytes, llama = case["megabytes"] * MB, case["shape"] == "llama"
@@ -170,7 +167,6 @@ def plain(path: Path) -> Case:
 
 
 def test_a_load_that_ends_well_is_measured(cgroup: Boxes, checkpoint: Path) -> None:
-    """Prediction and measurement are near."""
     found = run_boxed(cgroup, plain(checkpoint))
     assert (found["outcome"], found["why"]) == ("loaded", "")
     assert found["said"]["predicted_nbytes"] >= 6000
@@ -178,7 +174,6 @@ def test_a_load_that_ends_well_is_measured(cgroup: Boxes, checkpoint: Path) -> N
 
 
 def test_a_process_that_is_killed_is_noticed(cgroup: Boxes, checkpoint: Path) -> None:
-    """By any signal, at any time."""
     psutil = needs.module("psutil")
 
     def limit(charged: int) -> int:
@@ -191,7 +186,6 @@ def test_a_process_that_is_killed_is_noticed(cgroup: Boxes, checkpoint: Path) ->
 
 
 def test_a_process_that_fails_is_noticed(cgroup: Boxes, tmp_path: Path) -> None:
-    """An error outside of the load is reported."""
     (tmp_path / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"[]")  # no header
     found = run_boxed(cgroup, plain(tmp_path))
     assert found["outcome"] == "other"
@@ -199,7 +193,6 @@ def test_a_process_that_fails_is_noticed(cgroup: Boxes, tmp_path: Path) -> None:
 
 
 def test_a_wrong_byte_is_noticed(checkpoint: Path) -> None:
-    """Every byte is compared."""
     raws = tensors_of(checkpoint)
     tensors = {
         n: np.fromfile(raw.file, np.uint8, 2000, offset=raw.start) for n, raw in raws.items()

@@ -181,7 +181,6 @@ def test_arrays_of_the_same_size_take_the_place_of_old_ones(cgroup: Boxes, folde
 def test_many_tensors_take_what_was_predicted(
     cgroup: Boxes, folder: Path, device: str, kind: str
 ) -> None:
-    """What each tensor takes beside its bytes is in the plan, to some hundred bytes."""
     state = "none" if kind == "none" else STATES[device]
     # tinygrad takes so much for each that half as many are seen as well
     count = 3000 if device in ("CL", "CPU") else 6000

@@ -40,7 +40,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of 1 MB."""
     out = tmp_path_factory.mktemp("tiny") / "checkpoint"
     make_checkpoint(out, shape_of_size(TINY_NBYTES, BF16))
     return out
@@ -100,7 +99,6 @@ def test_streamload_finishes_in_the_weights_and_a_base(
 def test_what_is_built_before_it_is_loaded_is_killed(
     cgroup: Boxes, checkpoint: Path, base_nbytes: int
 ) -> None:
-    """In the same cgroup a model that was not built on the meta device is killed."""
     done = _run(cgroup, checkpoint, FULL_SIZE, WEIGHTS_NBYTES + base_nbytes)
     assert done.oom_killed
 

@@ -68,7 +68,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, form: str) -> None:
 
 
 def test_views_take_what_was_predicted(tmp_path: Path) -> None:
-    """What reading views of a file takes in each thread is in the plan."""
     turned = {f"{i}": torch.ones(1000, 1000).t() for i in range(8)}
     torch.save(turned, tmp_path / "model.pth")
     del turned

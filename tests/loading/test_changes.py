@@ -23,7 +23,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def write(path: Path, dtype: Any = np.float32) -> dict[str, Array]:
-    """A checkpoint of some shapes."""
     rng = np.random.default_rng(0)
     code = {"float32": "F32", "bfloat16": "BF16"}[np.dtype(dtype).name]
     found = {n: rng.standard_normal(s).astype(np.float32).astype(dtype) for n, s in SHAPES.items()}
@@ -33,7 +32,6 @@ def write(path: Path, dtype: Any = np.float32) -> dict[str, Array]:
 
 
 def load(path: Path, **options: Any) -> dict[str, Array]:
-    """Load onto the host."""
     given: dict[str, Any] = {"device": "host", "budget": "1GB", "dtype": "checkpoint"} | options
     report = streamload.load_state_dict(None, path, progress=False, **given)
     found = report.state_dict

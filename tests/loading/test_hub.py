@@ -76,7 +76,6 @@ FILES = files_of(TENSORS)
 
 @pytest.fixture
 def repo(hub: Hub) -> Hub:
-    """A hub with one repository of two shards."""
     hub.add(NAME, FILES)
     return hub
 
@@ -87,7 +86,6 @@ def load(path: Any = NAME, **options: Any) -> Any:
 
 
 def assert_right(report: Any, tensors: Mapping[str, Any] = TENSORS) -> None:
-    """All tensors arrived, bit by bit."""
     assert report.state_dict.keys() == tensors.keys()
     for name, value in tensors.items():
         assert np.array_equal(report.state_dict[name], value), name
@@ -194,7 +192,6 @@ def test_several_gguf_files_are_refused_with_what_to_write(hub: Hub) -> None:
 
 
 def test_a_stream_leaves_nothing_on_the_disk(repo: Hub, tmp_path: Path) -> None:
-    """And reads the ranges that are wanted."""
     report = load(fetch="stream", rename=lambda name: name if name == "d" else None)
     assert_right(report, {"d": TENSORS["d"]})
     assert report.plan.readers == ("http", "http")
@@ -216,7 +213,6 @@ def test_the_cache_is_the_default_and_gets_what_is_read(repo: Hub, tmp_path: Pat
 def test_each_reads_the_cache_of_the_other(
     repo: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of streamload and huggingface_hub, with and without a network."""
     assert_right(load())
     before = len(repo.storage.requests)
     for name in (FIRST, SECOND, "config.json", INDEX):
@@ -238,7 +234,6 @@ def test_each_reads_the_cache_of_the_other(
 
 
 def test_a_part_that_is_cached_is_not_asked_for_again(repo: Hub) -> None:
-    """Neither as a stream nor to fill the cache."""
     huggingface_hub.hf_hub_download(NAME, FIRST)
     before = len(repo.ranges(FILES[FIRST]))
     assert_right(load(fetch="stream"))
@@ -274,13 +269,11 @@ def test_the_loop_asks_for_a_list_once(repo: Hub, tmp_path: Path, monkeypatch: A
 
 
 def large_blobs(home: Path) -> list[Path]:
-    """The files of both shards in a cache."""
     return [path for path in home.rglob("blobs/*") if path.stat().st_size > 2**20]
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["downloaded", "downloaded meanwhile"])
 def test_pages_of_the_cache_are_dropped(repo: Hub, tmp_path: Path, there: bool) -> None:
-    """Those that the load brought in: all of a file that it downloaded."""
     checkpoint = streamload.open_checkpoint(NAME)
     if there:
         load()
@@ -448,7 +441,6 @@ def test_what_does_not_fit_downloads_nothing(repo: Hub, tmp_path: Path) -> None:
 
 
 def refusal(path: str = NAME) -> str:
-    """The one line of the error."""
     with pytest.raises(StreamloadError) as refused:
         load(path)
     said = str(refused.value)
@@ -697,7 +689,6 @@ def test_a_list_that_is_none(repo: Hub) -> None:
     ],
 )
 def test_a_list_of_other_types_is_one_error(repo: Hub, said: Any, named: str) -> None:
-    """It names the repository and the field; no other commit is loaded in its place."""
     body = json.dumps(said).replace("Infinity", "1e400").encode()
     repo.faults.append(Answer(200, {}, ranges=False, body=body))
     with pytest.raises(CheckpointError, match=named) as caught:
@@ -714,7 +705,6 @@ def test_a_list_that_is_nested_deeply(repo: Hub) -> None:
 
 
 def test_a_list_is_bounded(repo: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the limits of headers, by its own, and it is not unpacked."""
     packed = gzip.compress(b'{"sha": "' + bytes(2**26) + b'"}')
     repo.faults.append(Answer(200, {"Content-Encoding": "gzip"}, ranges=False, body=packed))
     tracemalloc.start()
@@ -784,7 +774,6 @@ def test_headers_of_xet_are_ignored(repo: Hub) -> None:
 
 
 def test_no_log_shows_a_signature(repo: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor the token: of streamload, the library, and what they ask by."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     written = io.StringIO()
     handler = logging.StreamHandler(written)
@@ -843,7 +832,6 @@ def test_a_kill_leaves_whole_files(repo: Hub, tmp_path: Path) -> None:
 
 
 def test_two_loads_share_a_download(repo: Hub) -> None:
-    """Of one process: a file comes once."""
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(load())) for _ in range(3)]
     for thread in threads:
@@ -900,7 +888,6 @@ def run_command(capsys: Any, monkeypatch: Any, *arguments: str) -> tuple[int, st
 def test_commands_take_repositories(
     repo: Hub, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """By name and ``--revision``, each of them."""
     repo.add(NAME, files_of(arrays("x", "y")), LATER)
 
     def run(*arguments: str) -> str:
@@ -924,7 +911,6 @@ def test_commands_take_repositories(
 
 
 def test_every_entrance_takes_a_name(repo: Hub) -> None:
-    """A plan, a split, single tensors, a comparison."""
     nodes = [streamload.Node("a", "1GB"), streamload.Node("b", "1GB")]
     assert streamload.plan(NAME, device="host").readers == ("cache", "cache")
     assert streamload.split(NAME, nodes=nodes).placements
@@ -948,7 +934,6 @@ def test_a_sidecar_that_is_not_cached(repo: Hub, tmp_path: Path) -> None:
 
 
 def test_redirects_of_the_hub_itself(repo: Hub) -> None:
-    """A repository that was renamed is found at its new name."""
     repo.renamed["org/was"] = NAME
     for fetch in ("stream", "cache"):
         assert_right(load("org/was", fetch=fetch))

@@ -44,7 +44,6 @@ def write(folder: Path, shards: int = 2) -> dict[str, np.ndarray[Any, Any]]:
 def test_every_tensor_once_in_the_order_of_the_files(
     tmp_path: Path, device: str, dtype: str
 ) -> None:
-    """With the framework's own tensors, cast as asked for."""
     if device == "cpu":
         pytest.importorskip("torch")
     expected = write(tmp_path)
@@ -132,7 +131,6 @@ def test_dropped_pages(tmp_path: Path, reader: Any) -> None:
 
 
 def test_one_device_is_not_told_of_others(tmp_path: Path) -> None:
-    """A loop has one device, and codes do not shrink with the dtype."""
     pytest.importorskip("torch")
     data = np.ones((500, 1000), np.float32).tobytes()
     write_safetensors(tmp_path / "x.safetensors", {"l.weight": ("F32", (500, 1000), data)})

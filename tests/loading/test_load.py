@@ -35,7 +35,6 @@ from streamload.errors import (
 
 
 def bf16(*values: float) -> Array:
-    """An array of bfloat16."""
     return np.array(values, ml_dtypes.bfloat16)
 
 
@@ -174,7 +173,6 @@ def test_a_view_is_not_parted_from_its_array(tmp_path: Path) -> None:
 
 
 def test_parameters_on_two_devices_stay_there(tmp_path: Path) -> None:
-    """Without a device, each parameter stays where it is, under a budget for each device."""
     from tinygrad import Tensor
 
     arrays = {n: np.full(100, i, np.float32) for i, n in enumerate("abc")}
@@ -210,7 +208,6 @@ def test_a_tied_head_of_a_dict_and_of_config(tmp_path: Path) -> None:
 
 
 def test_everything_that_does_not_match_before_any_reading(tmp_path: Path) -> None:
-    """One error with all names; the data, which are not even there, are never read."""
     path = write(tmp_path, {n: np.zeros(4, np.float32) for n in ("a", "b", "extra")})
     model = {"a": np.zeros(4, np.float32), "b": np.zeros(5, np.float32), "c": np.zeros(1)}
     with pytest.raises(StateDictMismatchError) as caught:
@@ -242,7 +239,6 @@ def test_buffers_that_models_compute_are_dropped(tmp_path: Path) -> None:
 
 
 def test_concatenated_tensors_are_not_skipped(tmp_path: Path) -> None:
-    """Every tensor that a parameter is made of counts as loaded."""
     path = write(tmp_path, {n: np.ones((2, 2), np.float32) for n in "abc"})
     report = load(
         path, {"ab": np.zeros((4, 2), np.float32)}, mapping={"ab": ["a", "b"]}, strict=False
@@ -358,7 +354,6 @@ def test_spellings_of_a_dtype(small: Path, dtype: Any) -> None:
 
 
 def test_dtypes_of_tinygrad(small: Path) -> None:
-    """tinygrad's own dtypes say which they are."""
     from tinygrad import dtypes
 
     assert load(small, dtype=dtypes.half).state_dict["norm"].dtype == np.float16
@@ -408,7 +403,6 @@ def test_out_of_range_as_an_error(tmp_path: Path) -> None:
 
 
 def test_no_warning_where_nothing_overflows(small: Path) -> None:
-    """Rounding and flushing are counted, not warned of."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = load(small, dtype="float16")
@@ -538,7 +532,6 @@ def test_an_interrupt_when_all_is_done_has_its_notes(
 @pytest.mark.parametrize("cast", ["auto", "llvm", "numpy", "device"])
 @pytest.mark.parametrize("reader", ["auto", "mmap", "pread"])
 def test_every_cast_and_reader(small: Path, cast: Any, reader: Any) -> None:
-    """All of them give the same bits."""
     found = load(small, cast=cast, reader=reader, dtype="float16").state_dict
     assert np.array_equal(found["w"], SMALL["w"].astype(np.float16))
     assert np.array_equal(found["norm"], SMALL["norm"].astype(np.float16))
@@ -593,7 +586,6 @@ def test_a_checkpoint_that_is_not_there(path: str) -> None:
 def test_devices_by_argument_environment_and_model(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The argument, else the model's, else STREAMLOAD_DEVICE, else tinygrad's default."""
     from tinygrad import Device, Tensor
 
     device("CPU")
@@ -858,7 +850,6 @@ def test_what_a_load_leaves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_python_looks_for_no_garbage_during_a_load(small: Path, enabled: bool) -> None:
-    """Also in one that fails; afterwards it does what it did before."""
     seen: list[bool] = []
 
     def told(done: int, total: int) -> None:

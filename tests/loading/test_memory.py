@@ -78,7 +78,6 @@ def _least_nbytes(path: Path, device: str, reader: str) -> int:
 def test_a_load_takes_the_weights_and_little_more(
     folder: Path, device: str, reader: str, threads: int
 ) -> None:
-    """The peak is the weights and at most 64 MB over that of a load of 1 MB."""
     least = _least_nbytes(folder / "small", device, reader)
     peak = _peak_nbytes(folder / "large", device, reader=reader, threads=threads)
     assert peak <= least + NBYTES + SLACK_NBYTES
@@ -86,7 +85,6 @@ def test_a_load_takes_the_weights_and_little_more(
 
 @pytest.mark.parametrize("device", FEWER_DEVICES)
 def test_shards_take_no_more(folder: Path, device: str) -> None:
-    """A checkpoint in several files takes what one in a single file takes."""
     least = _least_nbytes(folder / "small", device, "mmap")
     peak = _peak_nbytes(folder / "sharded", device, reader="mmap")
     assert peak <= least + NBYTES + SLACK_NBYTES
@@ -104,7 +102,6 @@ def test_chunks_take_no_memory(folder: Path) -> None:
 
 @pytest.mark.parametrize("device", FEWER_DEVICES)
 def test_loading_again_takes_no_more(folder: Path, device: str) -> None:
-    """A second load writes the weights of the first in place."""
     least = _least_nbytes(folder / "small", device, "mmap")
     peak = _peak_nbytes(folder / "large", device, reader="mmap", loads=2)
     assert peak <= least + NBYTES + SLACK_NBYTES

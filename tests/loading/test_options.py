@@ -36,14 +36,12 @@ ENTRANCES = {
 
 
 def entrance(name: str) -> Any:
-    """A public function by its name."""
     where, _, function = f"streamload.{name}".rpartition(".")
     return getattr(module(where), function)
 
 
 @pytest.mark.parametrize("name", ENTRANCES)
 def test_each_option_has_a_type_a_default_and_a_description(name: str) -> None:
-    """By name, in the signature, the type hints and the docstring of every entrance."""
     function = entrance(name)
     parameters = inspect.signature(function).parameters
     hints = get_type_hints(function)
@@ -83,15 +81,12 @@ def test_what_needs_an_extra_names_it(name: str, lacks: str) -> None:
 
 @pytest.mark.parametrize("name", ["cast", "strict", "threads", "tokens", "on_overrun"])
 def test_a_plain_option_is_checked_by_its_type(name: str) -> None:
-    """Choices, flags and whole numbers; the error names the option."""
     with pytest.raises(ValueError, match=rf"^{name} is .*, not 0\.5$"):
         Options.parse({name: 0.5})
 
 
 @pytest.mark.parametrize("name", ENTRANCES)
 def test_an_unknown_option_is_refused_as_python_does(name: str) -> None:
-    """Before anything is looked at, in the words of Python."""
-
     def plain(path: object, *, budget: object = None) -> None:
         """The plainest of functions."""
 
@@ -140,7 +135,6 @@ def test_a_narrower_entrance() -> None:
 
 
 def test_an_entrance_describes_an_option_in_its_own_words() -> None:
-    """Other options have the words of `LoadOptions`, and the rest of the docstring stays."""
     text = (narrow.__doc__ or "").splitlines()
     assert text[:6] == [
         "Say what it was given.",
@@ -161,7 +155,6 @@ def test_an_entrance_describes_an_option_in_its_own_words() -> None:
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
-    """Public functions and methods of all public modules."""
     for found in pkgutil.walk_packages(streamload.__path__, "streamload."):
         if "._" in found.name:
             continue

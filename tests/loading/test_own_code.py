@@ -121,7 +121,6 @@ def weight_norm() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def upgraded(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
-    """A file of the first version."""
     state = dict(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)).state_dict())
     state["0.kernel"] = state.pop("0.weight")
     return nn.Sequential(kind(3, 4), nn.Linear(4, 4)), state  # type: ignore[call-arg]
@@ -173,7 +172,6 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] =
 
 
 def stored(folder: Path, state: dict[str, Any]) -> Path:
-    """The tensors as safetensors, which has no versions."""
     save_file({k: v.detach().clone() for k, v in state.items()}, folder / "model.safetensors")
     return folder / "model.safetensors"
 
@@ -218,7 +216,6 @@ def test_code_that_needs_values_is_refused_by_module(tmp_path: Path, name: str) 
 
 
 def test_versions_that_torch_saved_count(tmp_path: Path) -> None:
-    """A file of torch.save has them: code sees no older version than was stored."""
     model = nn.Sequential(Rescaled(3, 4), nn.Linear(4, 4))
     state = model.state_dict()
     for dotted in (False, True):
@@ -242,7 +239,6 @@ def test_versions_that_torch_saved_count(tmp_path: Path) -> None:
 
 
 def test_sources_that_the_user_names_are_as_they_are(tmp_path: Path) -> None:
-    """No code sees a tensor for which a mapping is given."""
     model, state = upgraded(Rescaled)
     path = stored(tmp_path, state)
     streamload.load_state_dict(model, path, mapping={"0.weight": "0.kernel"}, progress=False)
@@ -250,7 +246,6 @@ def test_sources_that_the_user_names_are_as_they_are(tmp_path: Path) -> None:
 
 
 def test_offloaded_layers_have_the_names_of_hooks(tmp_path: Path) -> None:
-    """The same names stream in each pass."""
     model, state = weight_norm()
     path = stored(tmp_path, state)
     expected = weight_norm()[0]

@@ -112,7 +112,6 @@ def test_patterns_decide(tmp_path: Path) -> None:
 
 
 def test_without_layers_all_but_the_ends(tmp_path: Path) -> None:
-    """A model whose names have no numbers."""
     arrays = {n: matrix(1, 32, 64) for n in ("embedding.weight", "body.weight", "norm.weight")}
     report = load(write(tmp_path, arrays), quant="int8")
     assert "body.weight" in report.errors
@@ -182,7 +181,6 @@ def test_what_cannot_be_cut_says_so(tmp_path: Path) -> None:
 
 
 def test_a_name_with_brackets_is_no_pattern(tmp_path: Path) -> None:
-    """The line that an error gives is one to write, whatever the name."""
     path = write(tmp_path, {"h[0].w": matrix(1, 8, 50), "h[1].w": matrix(1, 8, 64)})
     with pytest.raises(UnsupportedCastError) as caught:
         load(path, quant="q8_0")
@@ -253,7 +251,6 @@ print(json.dumps([held() - before, report.predicted_nbytes["process"]]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counters of Linux")
 def test_many_parts_are_in_the_prediction(tmp_path: Path) -> None:
-    """What the process takes for parts, which are several times as many as weights."""
     array = matrix(1, 32, 64)
     few = write(tmp_path / "few", {f"layers.{i}.weight": array for i in range(20)})
     many = write(tmp_path / "many", {f"layers.{i}.weight": array for i in range(3000)})
@@ -264,21 +261,18 @@ def test_many_parts_are_in_the_prediction(tmp_path: Path) -> None:
 
 
 def test_iterate_yields_all_parts(tmp_path: Path) -> None:
-    """One weight after the other, each with what belongs to it."""
     path = write(tmp_path, model())
     found = dict(streamload.iterate(path, device="host", quant="int8", budget="10MB"))
     assert {n: a.tobytes() for n, a in found.items()} == found_in(load(path, quant="int8"))
 
 
 def test_iterate_takes_no_auto(tmp_path: Path) -> None:
-    """What fits is a question of a whole load."""
     path = write(tmp_path, model())
     with pytest.raises(ValueError, match='quant="auto" is for loads of all at once'):
         streamload.iterate(path, device="host", quant="auto")
 
 
 def test_parts_stay_together_on_several_devices(tmp_path: Path) -> None:
-    """A split by layers gives a weight and its scales one device."""
     path = write(tmp_path, model())
     nodes = [streamload.Node("a", 60_000), streamload.Node("b", 300_000)]
     made = streamload.split(path, nodes=nodes, quant="int8")
@@ -302,7 +296,6 @@ def test_infinities_and_nan_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_budget_of_the_prediction_is_enough(tmp_path: Path) -> None:
-    """And one byte less is not."""
     path = write(tmp_path, model())
     for name in STACKED:
         (device,) = streamload.plan(path, budget="1GB", device="host", quant=name).devices
@@ -375,7 +368,6 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
 
 
 def test_auto_takes_the_least_loss_that_fits(tmp_path: Path) -> None:
-    """And the plan says what did not."""
     path = write(tmp_path, model(np.float16))
     needs = {
         name: streamload.plan(path, budget="1GB", device="host", quant=name).devices[0].peak_nbytes

@@ -33,7 +33,6 @@ def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
 
 
 def load(path: str | Path, **arguments: Any) -> dict[str, Any]:
-    """The tensors of a load on the host, by name."""
     arguments = {"device": "host", "chunk_nbytes": 2**18, "progress": False} | arguments
     return dict(streamload.load_state_dict(None, path, **arguments).state_dict)
 
@@ -105,7 +104,6 @@ def test_what_is_cast_is_read_into_memory_that_is_planned(tmp_path: Path) -> Non
 
 
 def test_a_plan_reads_no_data_and_says_how_it_is_read(folder: Path, site: Site) -> None:
-    """Plans of a URL are those of the folder but for how they are read, and survive JSON."""
     made = streamload.plan(site.url + "?sig=se-cret", device="host", budget="1GB")
     assert all(r.range in (None, (0, 2**18), (0, 1)) for r in site.requests)
     assert set(made.readers) == {"http"}
@@ -182,7 +180,6 @@ def test_what_is_for_files_is_refused_of_a_url(site: Site) -> None:
 
 
 def test_the_commands_take_urls(folder: Path, site: Site) -> None:
-    """`streamload inspect` shows what it shows of the folder; a missing one is one line."""
     there, here = (
         json.loads(command("inspect", "--json", place).stdout) for place in (site.url, str(folder))
     )
@@ -196,7 +193,6 @@ def test_the_commands_take_urls(folder: Path, site: Site) -> None:
 
 
 def test_a_vanished_checkpoint_is_not_found(site: Site) -> None:
-    """The error is the one of a missing file of this machine."""
     site.files.clear()
     with pytest.raises(ShardNotFoundError):
         load(site.url)

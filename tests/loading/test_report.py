@@ -30,7 +30,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def load(path: Path, device: str = "host") -> streamload.LoadReport:
-    """Load as float16."""
     return streamload.load_state_dict(
         None, path, device=device, dtype="float16", budget="1MB", progress=False
     )
@@ -88,7 +87,6 @@ def test_json(path: Path) -> None:
 
 
 def test_what_the_process_grew_by_stands_beside_what_was_predicted(tmp_path: Path) -> None:
-    """In the table and in JSON, with the ratio."""
     numel = 8_000_000
     tensors = {"w": ("F32", [numel], np.arange(numel, dtype=np.float32).tobytes())}
     report = streamload.load_state_dict(
@@ -111,7 +109,6 @@ def test_what_the_process_grew_by_stands_beside_what_was_predicted(tmp_path: Pat
 
 
 def test_a_report_does_not_print_its_tensors(path: Path) -> None:
-    """The repr of a report leaves the state dict out."""
     assert "array" not in repr(load(path))
 
 
@@ -133,7 +130,6 @@ def test_a_prompt_and_a_notebook_show_the_table(tmp_path: Path) -> None:
 
 
 def test_every_report_has_html(tmp_path: Path) -> None:
-    """A notebook shows in columns what a prompt shows."""
     source = write_safetensors(tmp_path / "m.safetensors", {"<w>": ("F32", (2,), bytes(8))})
     out = tmp_path / "out"
     shown = [
@@ -149,7 +145,6 @@ def test_every_report_has_html(tmp_path: Path) -> None:
 
 
 def test_json_holds_the_plan(path: Path) -> None:
-    """What the table leaves out is in the JSON, placements too."""
     report = load(path)
     data = json.loads(report.to_json())
     assert Plan.from_json(json.dumps(data["plan"])) == report.plan
@@ -197,7 +192,6 @@ def test_a_device_map_names_the_largest_modules_in_one_place() -> None:
 
 
 def test_a_module_in_two_places_names_its_own_tensors() -> None:
-    """A tensor that no module in one place is around stands for itself."""
     split = {"a.weight": "cuda:0", "a.bias": "cuda:1", "scale": "cpu"}
     assert device_map(split) == {"a.weight": 0, "a.bias": 1, "scale": "cpu"}
 

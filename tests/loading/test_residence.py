@@ -38,7 +38,6 @@ def module(device: str = "meta") -> nn.Module:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A folder of two shards, and what is in them."""
     torch.manual_seed(1)
     state = {name: torch.randn_like(t, device="cpu") for name, t in module().state_dict().items()}
     for shard in (0, 1):
@@ -115,7 +114,6 @@ def test_what_is_written_stays_in_the_process(
 
 
 def test_what_a_model_holds_is_released(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """Weights in memory give way to views."""
     path, state = saved
     model = module(device="cpu")
     report = load_state_dict(model, path, residence="mapped")
@@ -244,7 +242,6 @@ def test_saving_over_the_same_file(saved: tuple[Path, dict[str, torch.Tensor]]) 
 
 
 def test_what_does_not_fit_is_suggested(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """Mapped where all can be, else what can be."""
     with pytest.raises(PlanInfeasibleError) as caught:
         load_state_dict(module(), saved[0], budget="100kB")
     assert 'residence="mapped"' in caught.value.would_fit

@@ -39,7 +39,6 @@ from torch_staged_helpers import same_bits  # noqa: E402
 
 
 def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
-    """Load without a progress line."""
     return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
@@ -87,7 +86,6 @@ def stored(folder: Path) -> dict[str, Any]:
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Equal names and bits."""
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert same_bits(found[name], tensor), name
@@ -100,7 +98,6 @@ def mlp() -> Any:
 
 
 def tied() -> Any:
-    """A head on its embedding."""
     model = nn.ModuleDict({"embed": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})
     model["head"].weight = model["embed"].weight
     return model
@@ -274,7 +271,6 @@ def test_upper_case_is_tinygrads(tmp_path: Path) -> None:
 def test_what_is_there_keeps_its_dtype_unless_asked(
     tmp_path: Path, kept: str, saved: str, asked: str | None
 ) -> None:
-    """A materialised parameter keeps its dtype; one on meta is as in the checkpoint."""
     folder = save(randomize(nn.Linear(5, 6), 1), tmp_path / "x", dtype=getattr(torch, saved))
     model = nn.Linear(5, 6).to(getattr(torch, kept))
     model.bias = nn.Parameter(model.bias.to("meta"))
@@ -294,7 +290,6 @@ def test_what_is_there_keeps_its_dtype_unless_asked(
 
 
 def test_patterns_choose_dtypes(tmp_path: Path) -> None:
-    """The first pattern that matches decides; what none matches keeps its own."""
     folder = save(randomize(mlp(), 1), tmp_path / "x")
     model = mlp()
     load(model, folder, dtype={"2.*": "float64", "0.*": "bfloat16"})
@@ -306,7 +301,6 @@ def test_patterns_choose_dtypes(tmp_path: Path) -> None:
 
 
 def test_integers_are_not_cast_to_floats(tmp_path: Path) -> None:
-    """A float buffer over an integer in the checkpoint is refused, and is as it was."""
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.arange(4)}, path)
     model = {"w": torch.ones(4)}
@@ -416,7 +410,6 @@ def test_names_that_do_not_match(tmp_path: Path, place: str) -> None:
 
 
 def test_names_may_be_changed_on_the_way(tmp_path: Path) -> None:
-    """By a dict or by a callable, which may also leave a tensor out."""
     path = tmp_path / "x.safetensors"
     w, b = torch.randn(4, 3), torch.randn(4)
     save_file({"old.w": w, "old.b": b, "extra": torch.ones(2)}, path)
@@ -694,7 +687,6 @@ def test_a_loaded_module_can_be_copied_and_saved(tmp_path: Path) -> None:
 
 
 def test_an_open_checkpoint_and_its_index(tmp_path: Path) -> None:
-    """A folder, its index, or what open_checkpoint gave load the same."""
     folder = save(randomize(mlp(), 1), tmp_path / "x", shards=4)
     for path in (folder, folder / "model.safetensors.index.json", open_checkpoint(folder)):
         model = on_meta(mlp)
@@ -704,7 +696,6 @@ def test_an_open_checkpoint_and_its_index(tmp_path: Path) -> None:
 
 
 def test_loads_of_two_threads_do_not_meet(tmp_path: Path) -> None:
-    """Modules that are loaded at once from one file are both right."""
     folder = save(randomize(MODELS["transformer"](), 1), tmp_path / "x")
     models = [on_meta(MODELS["transformer"]) for _ in range(4)]
     failures: list[BaseException] = []
@@ -875,7 +866,6 @@ def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
 
 
 def wrapped(kind: str, inner: nn.Module) -> nn.Module:
-    """A module as training scripts wrap it."""
     if kind == "DataParallel":
         return nn.DataParallel(inner)
     if kind == "compile":

@@ -64,14 +64,12 @@ IDS = torch.arange(24).reshape(2, 12)
 
 
 def empty(device: str = "meta", make: Callable[[], Any] = Small) -> Any:
-    """A model that is to be loaded."""
     with torch.device(device):
         return make().eval()
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Any, Path]:
-    """A model with values, and its checkpoint."""
     torch.manual_seed(1)
     model = Small().eval()
     path = tmp_path / "model.safetensors"
@@ -81,12 +79,10 @@ def saved(tmp_path: Path) -> tuple[Any, Path]:
 
 
 def load(model: Any, path: Path, **options: Any) -> LoadReport:
-    """Load on the CPU, without a bar."""
     return streamload.load_state_dict(model, path, **{"progress": False, **options})
 
 
 def error(found: Any, expected: Any) -> float:
-    """Of the root mean square."""
     return float((found - expected).detach().norm() / expected.detach().norm())
 
 
@@ -194,7 +190,6 @@ def test_a_move_that_fails_leaves_all_parts(saved: tuple[Any, Path], fails_at: i
 
 
 def test_patterns_choose(saved: tuple[Any, Path]) -> None:
-    """A format for each weight; what is not named stays a Linear."""
     _, path = saved
     model = empty()
     load(model, path, quant={"*0.up.weight": "q8_0", "*.down.*": "nf4"}, device="cpu")
@@ -236,8 +231,6 @@ def test_what_others_need_as_it_is_stays(saved: tuple[Any, Path]) -> None:
 
 
 def test_linears_that_share_a_weight_share_its_codes(tmp_path: Path) -> None:
-    """One set of parts, under both names."""
-
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -257,7 +250,6 @@ def test_linears_that_share_a_weight_share_its_codes(tmp_path: Path) -> None:
 
 
 def linears(model: Any) -> dict[str, Any]:
-    """What the model is, module by module, and parameter by parameter."""
     return {
         name: (type(m), list(m._parameters.items()), list(m._buffers.items()), vars(m).keys())
         for name, m in model.named_modules()
@@ -302,7 +294,6 @@ def test_what_has_no_whole_blocks_is_refused(tmp_path: Path) -> None:
 
 
 def one_linear(inputs: int, outputs: int) -> Any:
-    """A model of one layer."""
     return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(inputs, outputs, bias=False)])})
 
 
@@ -335,7 +326,6 @@ def test_no_wider_weight_is_held(tmp_path: Path) -> None:
 
 
 def test_formats_without_a_module_are_refused() -> None:
-    """A format that nobody here decodes is named, with those that are."""
     with pytest.raises(ValueError, match="not with other"):
         torch_modules.swapping(nn.Module(), [], {"a.weight": "other"})
 
@@ -384,7 +374,6 @@ WRITES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("how", WRITES)
 def test_a_write_to_a_decoded_weight_raises(saved: tuple[Any, Path], how: str) -> None:
-    """At the write, with the name and the line that does it; the codes are as they were."""
     _, path = saved
     model = empty()
     load(model, path, quant="int8", device="cpu")
@@ -523,7 +512,6 @@ def test_peft_wraps_no_codes(saved: tuple[Any, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "nf4-nested"])
 def test_torch_fx_traces_quantized_modules(saved: tuple[Any, Path], name: str) -> None:
-    """As leaves, as it traces those that they were."""
     _, path = saved
     model = empty()
     load(model, path, quant=name, device="cpu")
@@ -535,7 +523,6 @@ def test_torch_fx_traces_quantized_modules(saved: tuple[Any, Path], name: str) -
 
 @pytest.mark.slow
 def test_compiled_code_loses_no_write(saved: tuple[Any, Path]) -> None:
-    """It raises there, too, and reads are right."""
     _, path = saved
     model = empty()
     load(model, path, quant="int8", device="cpu")

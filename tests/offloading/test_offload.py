@@ -172,7 +172,6 @@ def test_modules_of_torchscript_stay(tmp_path: Path) -> None:
 
 
 def test_two_models_are_offloaded_at_once_and_one_again_after_it_was_closed(tmp_path: Path) -> None:
-    """Each has slots of its own; a closed model says why it does not run, and can be offloaded."""
     expected, offloaded, running = {}, {}, {}
     for name in ("llama", "gpt2"):
         path = models.save(models.built(name), tmp_path / name)
@@ -202,7 +201,6 @@ def test_two_models_are_offloaded_at_once_and_one_again_after_it_was_closed(tmp_
 def test_weights_stream_with_their_casts(
     tmp_path: Path, stored: torch.dtype, dtype: str | None
 ) -> None:
-    """From any float to any other, at every pass as in a load."""
     path = models.save(models.built("llama").to(stored), tmp_path / "model")
     resident = _loaded(lambda: models.built("llama"), path, dtype=dtype)
     expected = models.logits(resident)
@@ -215,7 +213,6 @@ def test_weights_stream_with_their_casts(
 
 
 def test_sources_may_be_transposed_renamed_and_transformed(tmp_path: Path) -> None:
-    """What changes a tensor on its way changes it at every pass."""
     path = models.save(models.built("gpt2"), tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
     turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -250,7 +247,6 @@ def test_sources_may_be_transposed_renamed_and_transformed(tmp_path: Path) -> No
 
 
 def test_weights_at_odd_file_offsets_stream(tmp_path: Path) -> None:
-    """Where the file has them does not change where they lie in a slot."""
     path = models.save(models.built("llama").to(torch.bfloat16), tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
     file = path / "model.safetensors"
@@ -268,7 +264,6 @@ def test_weights_at_odd_file_offsets_stream(tmp_path: Path) -> None:
 
 
 def test_autocast_and_compiled_layers_give_the_values_of_the_model_loaded(tmp_path: Path) -> None:
-    """Layers compiled before or after, and all of the model; autocast casts what is in a slot."""
     path = models.save(models.built("llama"), tmp_path / "model")
     resident = _loaded(lambda: models.built("llama"), path)
     expected = models.logits(resident)
@@ -327,7 +322,6 @@ def test_dynamo_is_not_imported_before_something_is_compiled(tmp_path: Path) -> 
 
 
 def test_hooks_see_weights_while_a_layer_computes_and_shapes_otherwise(tmp_path: Path) -> None:
-    """A hook inside a layer reads its values."""
     path = models.save(models.built("llama"), tmp_path / "model")
     expected = models.built("llama").model.layers[1].mlp.up_proj.weight.sum()
     model = models.built("llama")
@@ -413,7 +407,6 @@ def test_a_layer_that_computes_inside_another_is_told_from_one_after_it(tmp_path
 
 
 def _same_again(model: Any, resident: Any) -> None:
-    """Both give the same."""
     assert torch.equal(models.logits(model), models.logits(resident))
 
 
@@ -449,7 +442,6 @@ def test_from_pretrained_offloads(name: str, tmp_path: Path) -> None:
 
 
 def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Path) -> None:
-    """With room for all nothing streams; with ``tokens`` the pass and its cache are counted."""
     path = tmp_path / "model"
     models.built("llama").save_pretrained(path)
     fits = from_pretrained(path, device="cpu", budget="2MB", offload=True)

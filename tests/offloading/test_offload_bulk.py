@@ -51,7 +51,6 @@ def passes(path: Path, count: int, **options: Any) -> tuple[list[dict[str, Any]]
 
 
 def check(path: Path, found: Sequence[dict[str, Any]]) -> None:
-    """Each pass yields what the file has."""
     expected = load_file(path / "model.safetensors")
     for each in found:
         assert each.keys() == expected.keys()
@@ -83,7 +82,6 @@ def test_a_layers_parts_come_by_one_read_and_few_copies(nf4: Path, staged: type[
 
 
 def test_what_stays_between_is_read_over(tmp_path: Path, staged: type[Staged]) -> None:
-    """A short gap parts no read, a long one does."""
     for numel, reads in ((1000, 1), (2**18, 2)):
         tensors = {}
         for layer in range(4):
@@ -100,7 +98,6 @@ def test_what_stays_between_is_read_over(tmp_path: Path, staged: type[Staged]) -
 
 
 def test_units_of_a_layer_are_full(tmp_path: Path, staged: type[Staged]) -> None:
-    """Reads of a layer have one size, across tensors of any sizes."""
     tensors = {
         f"layers.{layer}.{at}.weight": torch.randn(numel)
         for layer in range(3)

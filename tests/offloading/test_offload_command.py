@@ -13,7 +13,6 @@ import pytest
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """What a command says."""
     found = forked.run([sys.executable, "-m", "streamload", *arguments], forked.COMMANDS)
     assert found.returncode == code, found.stderr
     return found.stdout if not code else " ".join(found.stderr.split())
@@ -47,7 +46,6 @@ def test_plan_takes_what_offload_takes(path: Path) -> None:
 
 
 def test_plan_names_offload_where_that_fits(path: Path) -> None:
-    """As a flag; and the flags of one without it are refused."""
     said = run("plan", path, "--budget", "600kB", "--dtype", "float32", code=3)
     assert "streamload.offload in Python, which plan shows with --offload (" in said
     assert "streamload.plan_offload" not in said

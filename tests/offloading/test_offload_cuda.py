@@ -96,7 +96,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tokens", [16, 512, 2048])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 def test_the_allocators_peak_is_under_the_budget(wide: Path, tokens: int, share: float) -> None:
-    """Weights, slots, and with ``tokens`` what passes compute, too."""
     torch.zeros(64, 64, device="cuda") @ torch.zeros(64, 64, device="cuda")  # cuBLAS's workspace
     ids = torch.randint(0, 32000, (1, tokens), device="cuda")
     expected = models.logits(from_pretrained(wide, **CUDA), ids)
@@ -123,7 +122,6 @@ def test_the_allocators_peak_is_under_the_budget(wide: Path, tokens: int, share:
 
 
 def test_two_models_at_once_and_one_again_after_it_was_closed(wide: Path) -> None:
-    """Each has threads and slots of its own, and gives them back."""
     ids = torch.randint(0, 32000, (1, 16), device="cuda")
     expected = models.logits(from_pretrained(wide, **CUDA), ids)
     gc.collect()
@@ -181,7 +179,6 @@ def test_experts_that_the_router_chose(kind: str, form: str, tmp_path: Path) -> 
 
 
 def test_host_memory_keeps_layers(wide: Path) -> None:
-    """They are copied from there, with the same values."""
     ids = torch.randint(0, 32000, (1, 16), device="cuda")
     expected = models.logits(from_pretrained(wide, **CUDA), ids)
     with torch.device("meta"):

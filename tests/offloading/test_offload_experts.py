@@ -60,8 +60,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Saved:
-    """A model, its checkpoint, and where its parameters are there."""
-
     def __init__(self, name: str, path: Path, sizes: Mapping[str, Any] = MappingProxyType({})):
         self.name, self.path = name, path
         torch.manual_seed(5)
@@ -121,7 +119,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A small Mixtral."""
     return Saved("Mixtral", tmp_path_factory.mktemp("mixtral"))
 
 
@@ -129,7 +126,6 @@ TOKENS = [[5, 7, 99, 3, 42, 17, 80, 1, 64], [1, 2, 3, 100, 50, 25, 12, 6, 9]]
 
 
 def logits(model: Any, tokens: list[list[int]] = TOKENS) -> Any:
-    """What a model makes of tokens."""
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits
 
@@ -184,7 +180,6 @@ def test_experts_in_one_kernel(saved: Saved, most: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_generate_with_a_cache(saved: Saved, share: float) -> None:
-    """The same tokens as the resident model generates."""
     asked = {"max_new_tokens": 12, "do_sample": False, "use_cache": True}
     prompt = torch.tensor(TOKENS)
     wanted = saved.resident().generate(prompt, **asked)
@@ -265,7 +260,6 @@ def test_two_models_at_once(mixtral: Saved, tmp_path: Path) -> None:
 
 
 def test_offload_close_and_offload_again(mixtral: Saved) -> None:
-    """A model whose offload was closed raises, and runs when it is offloaded or loaded again."""
     wanted, model = logits(mixtral.resident()), mixtral.ready()
     options = {"budget": (mixtral.least + mixtral.nbytes) // 2, "mapping": mixtral.fill}
     for _ in range(2):
@@ -278,7 +272,6 @@ def test_offload_close_and_offload_again(mixtral: Saved) -> None:
 
 
 def test_a_prompt_leaves_the_experts_that_are_chosen_often(mixtral: Saved) -> None:
-    """A prompt asks for most experts of each layer; those chosen often are there after it."""
     often, prompt = [[7, 9]], [[*range(1, 100)]]
     chosen = chosen_by(mixtral.resident(), often)
     asked = chosen_by(mixtral.resident(), prompt)
@@ -299,7 +292,6 @@ def test_a_prompt_leaves_the_experts_that_are_chosen_often(mixtral: Saved) -> No
 
 
 def bringing() -> list[str]:
-    """The threads that bring layers."""
     return [t.name for t in threading.enumerate() if t.name == "streamload-rounds"]
 
 
@@ -360,14 +352,12 @@ class Late:
         threading.Timer(0.004, self.ended.set).start()
 
     def wait(self) -> None:
-        """Wait for the end."""
         assert self.ended.wait(20)
 
 
 def test_slots_are_refilled_when_computing_has_ended(
     mixtral: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No expert comes into a slot that a device still computes with."""
     release, take = Rounds._release, Rounds._take
     under_way: dict[int, list[Late]] = {}  # by slot
     taken: list[int] = []
@@ -440,7 +430,6 @@ def test_experts_of_an_unknown_form_stream_with_their_layer(mixtral: Saved) -> N
 
 
 def test_experts_stay_where_it_is_asked(mixtral: Saved) -> None:
-    """`stay` keeps the experts of a layer whole."""
     wanted = logits(mixtral.resident())
     stay = "model.layers.1.mlp.experts.*"
     with mixtral.offloaded(int(mixtral.nbytes * 0.8), stay=stay) as (model, offloaded):
@@ -451,7 +440,6 @@ def test_experts_stay_where_it_is_asked(mixtral: Saved) -> None:
 
 
 def test_the_plan_shows_the_cache(mixtral: Saved) -> None:
-    """Slots of experts, their bytes, and for which share of all experts."""
     with mixtral.offloaded((mixtral.least + mixtral.nbytes) // 2) as (_, offloaded):
         found = offloaded.plan.residency
         text = str(offloaded.plan)
@@ -565,7 +553,6 @@ def test_an_expert_that_cannot_be_mapped(fused: Saved, monkeypatch: pytest.Monke
 def test_experts_asked_for_while_the_threads_end(
     fused: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass that begins as they leave the files has its experts from the next threads."""
     wanted, leave = logits(fused.resident()), Rounds._leave_files
     leaving, waited = threading.Event(), threading.Event()
 

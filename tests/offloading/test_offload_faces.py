@@ -266,7 +266,6 @@ def test_images_reach_a_model_that_is_offloaded(tmp_path: Path) -> None:
 
 
 def test_logits_of_the_last_token_alone_are_computed(tmp_path: Path) -> None:
-    """`generate` finds ``logits_to_keep`` in the signature, and passes it."""
     model = _offloaded(tmp_path, _saved("llama", tmp_path))
     seen = []
     model.lm_head.register_forward_hook(lambda module, given, found: seen.append(found.shape[1]))
@@ -275,20 +274,15 @@ def test_logits_of_the_last_token_alone_are_computed(tmp_path: Path) -> None:
 
 
 class _Layer(nn.Module):
-    """A layer with a signature of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(32, 32))
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0, **rest: Any) -> torch.Tensor:
-        """Scale."""
         return nn.functional.linear(x, self.weight) * scale
 
 
 class _Model(nn.Module):
-    """Four of them, of which one is called by its method."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(64, 32)
@@ -296,7 +290,6 @@ class _Model(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """All of them."""
         x = self.embedding(input=ids)
         for layer in self.layers[:3]:
             x = layer(x, scale=scale)
@@ -316,7 +309,6 @@ def _both(tmp_path: Path) -> tuple[Any, Any, Any]:
 
 
 def _looks(method: Any) -> dict[str, Any]:
-    """All that packages ask of a method."""
     names = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "__code__")
     unwrapped = inspect.unwrap(method)
     return {
@@ -372,7 +364,6 @@ def test_methods_look_like_those_of_the_model_loaded(tmp_path: Path) -> None:
 
 
 def test_methods_compute_as_those_of_the_model_loaded(tmp_path: Path) -> None:
-    """By the name of their argument, as a method, and as a function of the module."""
     plain, model, handle = _both(tmp_path)
     ids, x = torch.tensor([[1, 2, 3]]), torch.randn(2, 32)
     with handle, torch.no_grad():
@@ -387,7 +378,6 @@ def test_methods_compute_as_those_of_the_model_loaded(tmp_path: Path) -> None:
 
 
 def test_copies_and_pickles_are_refused_by_name(tmp_path: Path) -> None:
-    """Of the model, of a layer and of a method; after `close` they are what they were."""
     plain, model, handle = _both(tmp_path)
     refused = "a model that is offloaded cannot be"
     with handle:

@@ -37,7 +37,6 @@ _BUDGET = 200_000
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The folder of a checkpoint."""
     return models.save(models.built("llama"), tmp_path / "model")
 
 
@@ -102,7 +101,6 @@ def test_a_file_that_changes_is_named_and_the_model_can_be_closed(
 
 
 def test_a_read_error_in_the_middle_is_raised_and_the_next_pass_is_right(path: Path) -> None:
-    """A disk that recovers: the layer is asked for again."""
     model = models.built("llama")
     with recorded(path) as disk, streamload.offload(model, path, device="cpu", budget=_BUDGET):
         assert _right(model)
@@ -117,7 +115,6 @@ def test_a_read_error_in_the_middle_is_raised_and_the_next_pass_is_right(path: P
 
 @pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("wrong"), KeyboardInterrupt()])
 def test_an_exception_in_forward_leaves_a_model_that_runs(path: Path, error: BaseException) -> None:
-    """Out of memory in the model's own compute, too."""
     model = models.built("llama")
 
     def fail(*_: Any) -> None:
@@ -168,7 +165,6 @@ def test_two_threads_are_told_and_a_pass_is_not_closed_under(path: Path, layer: 
 def test_rows_of_an_embedding_are_not_put_where_other_threads_see_them(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module has no weight of the rows that one call asks for."""
     model, seen = models.built("llama"), []
     embedding, embed = model.model.embed_tokens, nn.functional.embedding
 
@@ -241,7 +237,6 @@ _REFUSED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", _REFUSED)
 def test_what_an_offloaded_model_does_not_do_is_refused_by_name(path: Path, name: str) -> None:
-    """And changes nothing: the next pass is right."""
     model = models.built("llama")
     with streamload.offload(model, path, device="cpu", budget=_BUDGET):
         with pytest.raises(OffloadError, match=r"offloaded|streams"):
@@ -251,7 +246,6 @@ def test_what_an_offloaded_model_does_not_do_is_refused_by_name(path: Path, name
 
 
 def test_a_model_may_be_moved_to_where_it_is(path: Path) -> None:
-    """``.to()`` with the device and the dtype that it has changes nothing, as in torch."""
     model = models.built("llama")
     with streamload.offload(model, path, device="cpu", budget=_BUDGET):
         dtype = next(model.parameters()).dtype
@@ -295,7 +289,6 @@ def test_a_recording_of_a_pass_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_loading_and_offloading_again_say_to_close_first(path: Path) -> None:
-    """Before anything moves."""
     model = models.built("llama")
     with streamload.offload(model, path, device="cpu", budget=_BUDGET):
         for call in (streamload.load_state_dict, streamload.offload):
@@ -305,7 +298,6 @@ def test_loading_and_offloading_again_say_to_close_first(path: Path) -> None:
 
 
 def test_data_parallel_on_one_device_works(path: Path) -> None:
-    """It calls the model as it is."""
     model = models.built("llama")
     with streamload.offload(model, path, device="cpu", budget=_BUDGET), torch.no_grad():
         found = nn.DataParallel(model)(input_ids=models.IDS).logits
@@ -376,7 +368,6 @@ def test_a_script_that_ends_without_close_ends_at_once(path: Path, _: int) -> No
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_pass_leaves_a_model_that_runs(path: Path) -> None:
-    """A real signal, at some time of some pass."""
     for delay in (0.0, 0.05, 0.13):
         process = _process(_SCRIPT + _LOOP, path)
         assert process.stdout is not None

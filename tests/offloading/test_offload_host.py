@@ -50,7 +50,6 @@ class Stack(nn.Module):
 
 
 def made() -> Stack:
-    """A model without memory."""
     with torch.device("meta"):
         return Stack().eval()
 
@@ -70,19 +69,16 @@ def write(path: Path, offset: int, dtype: str = "float32") -> Path:
 
 @pytest.fixture
 def aligned(tmp_path: Path) -> Path:
-    """A file on a disk, which can be computed on."""
     return write(tmp_path / "model.safetensors", 0)
 
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    """What goes in."""
     torch.manual_seed(1)
     return torch.randn(5, WIDTH)
 
 
 def expected(path: Path, x: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What the model gives that is loaded."""
     model = made()
     streamload.load_state_dict(model, path, device="cpu", progress=False, **options)
     with torch.no_grad():
@@ -91,7 +87,6 @@ def expected(path: Path, x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def offloaded(path: Path, **options: Any) -> tuple[Stack, streamload.Offloaded]:
-    """A model that is."""
     model = made()
     settings = {"budget": BUDGET, "device": "cpu", "progress": False} | options
     return model, streamload.offload(model, path, **settings)
@@ -141,7 +136,6 @@ def test_other_alignments_are_copied(tmp_path: Path, x: torch.Tensor, offset: in
 
 
 def test_a_converted_file_is_computed_on(tmp_path: Path, x: torch.Tensor) -> None:
-    """The plan tells how a file that is copied becomes one that passes compute on."""
     path = write(tmp_path / "model.safetensors", 8)
     line = "layers.0.weight does not begin at a multiple of 64 in its file"
     model, handle = offloaded(path)
@@ -187,7 +181,6 @@ def test_what_convert_cannot_align_is_not_told(tmp_path: Path) -> None:
 def test_what_is_cast_or_not_to_be_mapped_is_copied(
     aligned: Path, x: torch.Tensor, options: dict[str, Any]
 ) -> None:
-    """A view has the bytes of the file, and is mapped."""
     model, handle = offloaded(aligned, **options)
     assert not handle.plan.views
     dtype = getattr(torch, options.get("dtype", "float32"))
@@ -257,7 +250,6 @@ def wait_for_idle() -> None:
 
 
 def memory_files() -> list[int]:
-    """Sizes of the files in memory that this process holds."""
     found = {}  # by number of the file: maps of Python hold a descriptor too
     for fd in Path("/proc/self/fd").iterdir():
         try:
@@ -288,7 +280,6 @@ def test_layers_in_host_memory(tmp_path: Path, x: torch.Tensor, offset: int) -> 
 
 
 def test_all_layers_in_host_memory_need_the_file_no_more(aligned: Path, x: torch.Tensor) -> None:
-    """The checkpoint may go when all that streams is in memory."""
     wanted = expected(aligned, x)
     model, handle = offloaded(aligned, host="1GB")
     assert handle.plan.host == handle.plan.residency.streams
@@ -298,7 +289,6 @@ def test_all_layers_in_host_memory_need_the_file_no_more(aligned: Path, x: torch
 
 
 def test_host_that_has_no_room_is_refused(aligned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the numbers, before a byte moves."""
     monkeypatch.setattr(planning, "free_host_nbytes", lambda: 2_000_000)
     model = made()
     with pytest.raises(PlanInfeasibleError, match=r"layers in host memory \(host=\)") as caught:
@@ -322,7 +312,6 @@ def test_no_host_memory_by_default(aligned: Path) -> None:
 def test_failed_offload_gives_host_memory_back(
     aligned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails after it was filled."""
     from streamload.offloading import offload as entrance
 
     def fail(*_: Any) -> None:
@@ -387,7 +376,6 @@ def test_what_an_error_says_is_needed_is_accepted(device: str, wider: Path) -> N
 
 
 def test_plan_of_a_checkpoint_says_the_same(aligned: Path) -> None:
-    """`plan_offload` and its JSON."""
     plan = streamload.plan_offload(
         aligned, budget=BUDGET, device="cpu", dtype="float32", host=LAYER_NBYTES
     )

@@ -18,7 +18,6 @@ from streamload.transformers import from_pretrained
 
 
 def _suggested(error: PlanInfeasibleError, begins: str) -> str | None:
-    """The line that begins so."""
     found = [line for line in error.would_fit if line.startswith(begins)]
     assert len(found) < 2
     return found[0] if found else None
@@ -71,7 +70,6 @@ def test_the_suggested_call_runs_under_random_budgets(name: str, tmp_path: Path)
 
 
 def test_a_plan_and_from_pretrained_name_theirs(tmp_path: Path) -> None:
-    """A plan names the plan of an offload; from_pretrained its own argument."""
     path = tmp_path / "model"
     models.built("llama").save_pretrained(path)
     with pytest.raises(PlanInfeasibleError) as caught:
@@ -119,7 +117,6 @@ def test_nothing_is_said_where_offload_would_be_refused(tmp_path: Path) -> None:
 
 
 def test_arguments_that_are_long_are_left_to_the_caller(tmp_path: Path) -> None:
-    """They are named, with an ellipsis."""
     path = models.save(models.built("llama"), tmp_path / "model")
     names = {name: name for name in models.built("llama").state_dict()}
     with pytest.raises(PlanInfeasibleError) as caught:

@@ -23,8 +23,6 @@ _Compute = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class _Layer(nn.Module):
-    """Two Linears, and what is computed with one of them."""
-
     def __init__(self, compute: _Compute) -> None:
         super().__init__()
         self.linear = nn.Linear(_WIDTH, _WIDTH)
@@ -387,7 +385,6 @@ def _normed(norm: Callable[[nn.Linear], nn.Module]) -> Any:
 def test_layers_that_make_weights_of_weights_give_those_of_the_model_loaded(
     make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    """In three passes, with slots that layers share."""
     x = torch.randn(2, 7, _WIDTH)
     expected, found = _passes(lambda: _Stack(make), tmp_path / "model", x)
     assert all(map(torch.equal, found, expected))
@@ -453,7 +450,6 @@ def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_module(layers: list[nn.Module]) -> nn.Module:
-    """A module that only holds layers, under names."""
     module = nn.Module()
     for name, layer in zip(("first", "second", "third"), layers, strict=True):
         module.add_module(name, layer)
@@ -470,8 +466,6 @@ def _needed(call: Callable[[], Any]) -> PlanInfeasibleError:
 def test_layers_in_lists_of_layers_stream_one_by_one(
     tmp_path: Path, inside: Callable[..., nn.Module]
 ) -> None:
-    """A list is not called: its layers are, and a plan by names says what they take."""
-
     def build() -> nn.Module:
         return _Stages(inside)
 
@@ -502,8 +496,6 @@ def test_texts_name_the_root_module_and_scratch(tmp_path: Path) -> None:
 
 
 def test_the_error_names_smaller_layers(tmp_path: Path) -> None:
-    """As ``layers=`` takes them, and with what they need; by names alone, too."""
-
     def build() -> nn.Module:
         return _frozen(lambda: _Stack(lambda: _Layer(_linear)), 0)
 

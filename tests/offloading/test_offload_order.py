@@ -50,7 +50,6 @@ class Queued:
         self.stream = self.number % 2
 
     def wait(self) -> None:
-        """Make the copies."""
         for target, data in self.copies:
             ctypes.memmove(target, data, len(data))
         self.ended, self.copies = True, []
@@ -70,7 +69,6 @@ class Late(Refills):
 
     @property
     def next(self) -> Any:
-        """The last, which has no copies yet."""
         return self._all[-1]
 
     @next.setter
@@ -83,11 +81,9 @@ class Late(Refills):
         return [each for each in cls.uses if each[0] < stop and start < each[1]]
 
     def is_locked(self, reads: ReadTable) -> bool:
-        """All pages are, or none."""
         return self.locked
 
     def run(self, fd: int, parts: Any, locks: bool, after: Sequence[Any] = ()) -> None:
-        """Read now, and copy later."""
         self.threads.append(threading.current_thread().name)
         if self.faults and threading.current_thread() is threading.main_thread():
             Late.faults -= 1
@@ -110,7 +106,6 @@ class Late(Refills):
         self._all.append(Queued())
 
     def wait(self) -> None:
-        """Make all copies."""
         for each in self._all:
             each.wait()
 
@@ -164,7 +159,6 @@ def _offloaded(path: Path, share: float, threads: int) -> tuple[Any, torch.Tenso
 def test_copies_wait_on_the_device_for_what_it_computes(
     locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread waits for that. The one that computes starts copies from pages that are locked."""
     monkeypatch.setattr(Late, "locked", locked)
     models.built("llama").bfloat16().save_pretrained(tmp_path)
     whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
@@ -197,7 +191,6 @@ def test_copies_wait_on_the_device_for_what_it_computes(
 def test_copies_wait_where_no_thread_can_be_started(
     tmp_path: Path, staged: type[Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that reads waits for what the device computes with the slots before."""
     start, run, runs = threading.Thread.start, Bulk.run, list[bool]()
 
     def started(self: threading.Thread) -> None:
@@ -244,7 +237,6 @@ class Timed(Slot):
         self.number, self.end_s = number, end_s
 
     def wait(self) -> None:
-        """Sleep until then."""
         time.sleep(max(self.end_s - time.monotonic(), 0))
 
 
@@ -255,7 +247,6 @@ class Slow(Refills):
     end_s = 0.0
 
     def is_locked(self, reads: ReadTable) -> bool:
-        """All pages are."""
         return True
 
     def run(self, fd: int, parts: Any, locks: bool, after: Sequence[Any] = ()) -> None:
@@ -315,8 +306,6 @@ class Lossy(Late):
 def test_a_pass_with_bytes_that_were_lost_raises(
     tmp_path: Path, staged: type[Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Itself: no later pass computes with them, or tells of it."""
-
     def wait(self: Queued) -> None:
         ended(self)
         if getattr(self, "is_lost", False):

@@ -21,7 +21,6 @@ IDS = models.IDS  # two sequences of 9 tokens
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of four layers."""
     folder = tmp_path_factory.mktemp("overrun")
     models.built("llama").save_pretrained(folder)
     return folder
@@ -34,7 +33,6 @@ def _offloaded(path: Path, budget: str = "9.1MB", **given: Any) -> Any:
 
 
 def _generated(model: Any, ids: torch.Tensor = IDS, new: int = 4, **given: Any) -> list[str]:
-    """Generate, and return what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         asked = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -92,7 +90,6 @@ def test_what_has_room_is_not_warned_of(path: Path) -> None:
 
 
 def test_a_cache_of_a_fixed_size_counts_with_what_it_allocates(path: Path) -> None:
-    """A static cache takes its memory with the first pass."""
     model = _offloaded(path, tokens=30)
     assert not _generated(model, new=2)
     said = _generated(model, new=2, cache_implementation="static", max_length=None)
@@ -117,7 +114,6 @@ def test_prompts_of_an_encoder_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", ["9MB", "60MB"])
 def test_an_encoder_that_is_called_alone_is_counted(tmp_path: Path, budget: str) -> None:
-    """Before it computes, whether its layers stream or stay."""
     models.built("t5").save_pretrained(tmp_path)
     model = _offloaded(tmp_path, budget, tokens=18, on_overrun="error")
     assert bool(model.streamload_offload.plan.residency.streams) == (budget == "9MB")

@@ -142,14 +142,12 @@ def _plain(folder: Path) -> Any:
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-cut-blocks", "fp8-tensor", "mxfp4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_weights_are_dequantized_at_every_pass(name: str, dtype: str, tmp_path: Path) -> None:
-    """With ``dtype=``, into a model of plain modules, as a load does it."""
     stored.OWN[name](tmp_path)
     _dequantized(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("format", ["nf4", "nf4-nested", "bitsandbytes-int8", "int8"])
 def test_what_convert_quantized_is_dequantized_at_every_pass(format: str, tmp_path: Path) -> None:
-    """The line that the refusal of ``quant=`` names, and what it makes."""
     stored.plain(tmp_path / "plain")
     streamload.convert(tmp_path / "plain", tmp_path / "small", quant=format, progress=False)
     _dequantized(tmp_path / "small", "bfloat16")
@@ -198,7 +196,6 @@ def _dequantized(path: Path, dtype: str) -> None:
 def test_weights_that_are_repacked_when_they_are_loaded_are_refused(
     name: str, tmp_path: Path
 ) -> None:
-    """Before anything is read, by what does it, with what to do instead."""
     _make(name, tmp_path)
     with pytest.raises(OffloadError, match=r"gptqmodel repacks all weights.*convert IN OUT"):
         stored.load(tmp_path, budget="100kB", offload=True)
@@ -238,7 +235,6 @@ def test_quantizing_on_the_way_names_what_to_write(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_quantizing_into_modules_of_bitsandbytes_names_what_to_write(tmp_path: Path) -> None:
-    """The format is that which the configuration asks for."""
     stored.needs_library("bitsandbytes")
     stored.plain(tmp_path)
     asked = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

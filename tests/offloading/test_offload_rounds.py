@@ -85,11 +85,9 @@ class _Late(RecordingDevice):
         self._after += tickets
 
     def compute(self, parts: Sequence[_Part], expected: Sequence[bytes]) -> None:
-        """Queue work on a layer."""
         self._reads = parts, expected
 
     def mark(self) -> _Work:
-        """A ticket of what was queued."""
         parts, expected = self._reads
         after, self._after = self._after, []
         return _Work(self, parts, expected, after)
@@ -105,11 +103,9 @@ class _Slots:
         self.given: list[weakref.ref[_Part]] = []
 
     def to_fill(self, layer: int, slot: int) -> Sequence[_Part]:
-        """The same."""
         return self.buffers(layer, slot)
 
     def buffers(self, layer: int, slot: int) -> Sequence[_Part]:
-        """The parts of a layer that begins at a slot."""
         at, found = slot * self._slot_nbytes, []
         for nbytes in self._layers[layer]:
             found.append(_Part(self.memory[at : at + nbytes]))
@@ -122,7 +118,6 @@ class _Slots:
         return _Slots(self.count, self._slot_nbytes, self._layers)
 
     def close(self) -> None:
-        """Note it."""
         self.closed = True
 
 
@@ -135,7 +130,6 @@ class _Made:
     expected: list[list[bytes]]
 
     def use(self, number: int) -> None:
-        """Compute with a layer, as a model does."""
         parts = self.rounds.acquire(number)
         self.device.compute(parts, self.expected[number])
         self.rounds.release(number)
@@ -435,7 +429,6 @@ def test_what_was_offloaded_before_a_fork_says_so(tmp_path: Path) -> None:
 
 
 def test_what_was_paused_before_a_fork_is_opened_in_the_child(tmp_path: Path) -> None:
-    """With threads and locks of its own; the parent goes on, too."""
     made = _made(tmp_path / "x.safetensors", random.Random(4))
     made.use(0)
     made.rounds.pause()

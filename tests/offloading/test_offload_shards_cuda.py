@@ -219,7 +219,6 @@ assert failed
 
 @pytest.mark.parametrize("shards", [[3], _slow([1, 2, 4, 5])])
 def test_loops_over_several_files(shards: Sequence[int], folder: Path, tmp_path: Path) -> None:
-    """Each layer has the files' bytes, in each loop."""
     cuda_stand_in.run(
         folder,
         PRELUDE

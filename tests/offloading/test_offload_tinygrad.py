@@ -38,7 +38,6 @@ DIM, VOCAB, LAYERS, CONTEXT = 32, 300, 4, 16
 
 
 def training() -> Any:
-    """A context in which tinygrad trains."""
     return Tensor.train() if hasattr(Tensor, "train") else Context(TRAINING=1)
 
 
@@ -57,7 +56,6 @@ class Attention:
         self.q, self.k, self.v, self.o = (Linear(DIM, DIM, bias=False) for _ in range(4))
 
     def __call__(self, x: Tensor, start: Any) -> Tensor:
-        """Attend."""
         if not hasattr(self, "cache_kv"):
             shape = 2, x.shape[0], CONTEXT, DIM
             self.cache_kv = Tensor.zeros(*shape, device=x.device).contiguous().realize()
@@ -69,14 +67,11 @@ class Attention:
 
 
 class Block:
-    """A layer."""
-
     def __init__(self) -> None:
         self.attention, self.norm = Attention(), nn.RMSNorm(DIM)
         self.up, self.down = Linear(DIM, 2 * DIM), Linear(2 * DIM, DIM)
 
     def __call__(self, x: Tensor, start: Any) -> Tensor:
-        """Compute."""
         x = x + self.attention(self.norm(x), start)
         return x + self.down(self.up(x).gelu())
 
@@ -93,14 +88,12 @@ class Model:
         self.jit = TinyJit(self.forward)
 
     def forward(self, ids: Tensor, start: Any) -> Tensor:
-        """Logits of the last token."""
         x = self.emb(ids)
         for layer in self.layers:
             x = layer(x, start)
         return self.output(self.norm(x[:, -1:])).float()
 
     def __call__(self, ids: Tensor, start: Any) -> Tensor:
-        """Logits of the last token."""
         return (self.jit if ids.shape[1] == 1 else self.forward)(ids, start)
 
 
@@ -111,7 +104,6 @@ class Bounded:
         self.module = module
 
     def __call__(self, *args: Any) -> Any:
-        """Compute, and realise."""
         return self.module(*args).realize()
 
 
@@ -139,7 +131,6 @@ def generate(model: Any, device: str, count: int = 3) -> np.ndarray[Any, Any]:
 def write(
     folder: Path, model: Any, dtype: str = "float32", *, without: str = "", emb: Any = None
 ) -> Path:
-    """A checkpoint for a model."""
     rng = np.random.default_rng(0)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     tensors = {
@@ -160,7 +151,6 @@ def write(
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each device, as tinygrad's default."""
     needs.device(request.param)
     with Context(DEV=request.param):
         yield request.param
@@ -200,7 +190,6 @@ def nbytes_of(folder: Path) -> int:
 
 
 def least(model: Any, folder: Path, device: str, **options: Any) -> int:
-    """Bytes of the smallest budget."""
     with pytest.raises(PlanInfeasibleError) as caught:
         streamload.offload(model, folder, budget=1, device=device, progress=False, **options)
     return caught.value.needed_nbytes
@@ -237,7 +226,6 @@ def test_every_budget_gives_what_the_resident_model_gives(
 def test_an_error_of_a_load_names_the_call_that_runs(
     device: str, folder: Path, expected: Any
 ) -> None:
-    """From the least budget on, and the call does."""
     smallest = least(Model(), folder, device)
     for budget in (smallest - 1, smallest, (smallest + nbytes_of(folder)) // 2):
         model = Model()
@@ -266,7 +254,6 @@ def test_layers_in_host_memory(device: str, folder: Path, expected: Any) -> None
 
 @pytest.mark.slow
 def test_a_model_that_fits_is_loaded(device: str, folder: Path) -> None:
-    """Its calls are its own, with its TinyJit."""
     plain = Model()
     streamload.load_state_dict(plain, folder, device=device, progress=False)
     expected = generate(plain, device)
@@ -285,13 +272,11 @@ class Wide(Block):
     """A layer that computes in float32 on weights of any dtype."""
 
     def __call__(self, x: Tensor, start: Any) -> Tensor:
-        """Compute."""
         return x + x.linear(self.up.weight.T.float(), self.up.bias.float()).gelu()[..., :DIM]
 
 
 @pytest.mark.parametrize("cast", ["auto", "llvm"])
 def test_weights_are_cast_on_their_way(device: str, tmp_path: Path, cast: Any) -> None:
-    """bf16 becomes float16 in each pass, as it does in a load."""
     folder = write(tmp_path / "model", Model(), "bfloat16")
     options = {"dtype": "float16", "cast": cast}
     x = Tensor(np.random.default_rng(1).standard_normal((2, DIM), np.float32), device=device)
@@ -347,7 +332,6 @@ class Messy(Block):
     kept: ClassVar[list[Tensor]] = []
 
     def __call__(self, x: Tensor, start: Any) -> Any:
-        """Compute."""
         self.sum = self.up.weight.sum()
         self.view = self.up.weight.reshape(-1)
         self.kept.append(self.down.weight * 2)
@@ -388,18 +372,14 @@ def test_all_that_waits_for_a_layers_weights_is_computed_with_them(
 
 
 class Jitted(Block):
-    """A layer with a TinyJit of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.run = TinyJit(self.feed_forward)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Compute."""
         return (x + self.down(self.up(x).gelu())).realize()
 
     def __call__(self, x: Tensor, start: Any) -> Tensor:
-        """Compute."""
         x = (x + self.attention(self.norm(x), start)).realize()
         return self.run(x).clone() if x.shape[1] == 1 else self.feed_forward(x)
 
@@ -408,7 +388,6 @@ class Jitted(Block):
 def test_a_layers_own_tinyjit_is_captured_for_each_slot(
     device: str, folder: Path, expected: Any
 ) -> None:
-    """Replayed, it computes with what is in the slot, whichever that is."""
     model = Model(block=Jitted)
     budget = least(model, folder, device)
     with streamload.offload(model, folder, budget=budget, device=device, progress=False):
@@ -433,13 +412,11 @@ class Shared:
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute."""
         return work(x, nn.state.get_parameters(self)).clone()
 
 
 @TinyJit
 def work(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """What each `Shared` does."""
     Shared.calls += 1
     Shared.own = Shared.own or [Tensor.empty(*each.shape, device=x.device) for each in weights]
     up, up_bias, down, down_bias = map(Tensor.replace, Shared.own, weights)
@@ -447,13 +424,10 @@ def work(x: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 class SharedModel:
-    """A stack of such layers."""
-
     def __init__(self) -> None:
         self.layers = [Shared() for _ in range(LAYERS)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute."""
         for layer in self.layers:
             x = layer(x).realize()
         return x
@@ -462,7 +436,6 @@ class SharedModel:
 def test_one_tinyjit_is_captured_once_and_replayed_with_each_layers_weights(
     device: str, tmp_path: Path
 ) -> None:
-    """Layers that hand their weights to one TinyJit share what it captured, and keep no copy."""
     folder = write(tmp_path / "model", SharedModel())
     x = Tensor(np.random.default_rng(2).standard_normal((2, DIM), np.float32), device=device)
     model = SharedModel()
@@ -548,7 +521,6 @@ def test_what_cannot_be_is_refused_by_name(device: str, folder: Path, tmp_path: 
 
 
 def test_a_dict_has_no_layers_to_call(device: str, folder: Path) -> None:
-    """It is refused by name."""
     state = nn.state.get_state_dict(Model())
     with pytest.raises(OffloadError, match="an object that is called, not a dict"):
         streamload.offload(state, folder, budget=50_000, device=device, progress=False)
@@ -560,7 +532,6 @@ class Failing(Block):
     fails = False
 
     def __call__(self, x: Tensor, start: Any) -> Tensor:
-        """Compute, or not."""
         self.begun = super().__call__(x, start)
         if self.fails:
             raise KeyError("as it was told")
@@ -626,7 +597,6 @@ class Stage:
         self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute."""
         return self.b(self.a(x).relu()).realize()
 
 
@@ -637,7 +607,6 @@ class Stages:
         self.first, self.second, self.third = Stage(), Stage(), Stage()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute."""
         return self.third(self.second(self.first(x)))
 
 
@@ -660,8 +629,6 @@ class Late(Block):
     """A layer in the style of ``tinygrad.llm``: a function whose weights are implied."""
 
     def __call__(self, x: Tensor, start: Any) -> Tensor:
-        """Compute."""
-
         @function(precompile=True, allow_implicit=True)
         def run(x: Tensor) -> Tensor:
             return (x + self.down(self.up(self.norm(x)).gelu())).contiguous()
@@ -694,7 +661,6 @@ def test_symbolic_shapes_and_precompiled_functions(device: str, folder: Path) ->
 
 @pytest.mark.slow
 def test_weights_used_outside_of_a_call_are_named(device: str, folder: Path) -> None:
-    """The error says what to write, and that works."""
     model = Model()
     budget = least(model, folder, device, stay="emb.weight")
     with (
@@ -806,7 +772,6 @@ def test_a_model_that_is_larger_than_its_box(cgroup: Boxes, tmp_path: Path) -> N
 def test_codes_stream_into_layers_that_hold_them(
     device: str, folder: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What convert quantised streams as it is stored, into `QuantLinear`."""
     monkeypatch.setattr(sys.modules[__name__], "Linear", nn.Linear)  # which those stand for
     small = tmp_path / "small"
     streamload.convert(folder, small, quant=format, progress=False)

@@ -100,7 +100,6 @@ def _exposed(layers: list[LayerSize], found: Residency) -> float:
 
 
 def test_what_fits_stays_and_takes_no_slots() -> None:
-    """With room for everything a pass reads nothing."""
     layers = [LayerSize(f"l{n}", "layer", 1024, 1000, 1000) for n in range(8)]
     found = choose(layers, 8000)
     assert found is not None and found.stays == tuple(layer.name for layer in layers)

@@ -38,7 +38,6 @@ def arrays(seed: int = 0, tied: bool = False) -> dict[str, np.ndarray[Any, Any]]
 
 
 def write(folder: Path, tied: bool = False) -> Path:
-    """The checkpoint of `arrays`."""
     folder.mkdir(exist_ok=True)
     found = arrays(tied=tied).items()
     tensors = {name: ("F32", a.shape, a.tobytes()) for name, a in found}
@@ -49,18 +48,15 @@ def write(folder: Path, tied: bool = False) -> Path:
 
 
 def array(tensor: Any) -> np.ndarray[Any, Any]:
-    """A copy of a tensor's values."""
     found = tensor if isinstance(tensor, np.ndarray) else tensor.numpy()
     return np.array(found)
 
 
 def threads() -> list[str]:
-    """Those that stream."""
     return [each.name for each in threading.enumerate() if each.name.startswith("streamload")]
 
 
 def ended() -> bool:
-    """Whether all that stream have ended, or do soon."""
     until = time.monotonic() + 5
     while threads() and time.monotonic() < until:
         time.sleep(0.01)
@@ -69,7 +65,6 @@ def ended() -> bool:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The checkpoint."""
     return write(tmp_path / "model")
 
 
@@ -196,7 +191,6 @@ def test_one_thread_runs_a_loop(path: Path) -> None:
 def test_a_file_that_is_gone_ends_the_loop_and_the_next_reads_again(
     path: Path, tmp_path: Path
 ) -> None:
-    """The error names the file; what came before was right."""
     expected, file = arrays(), path / "model.safetensors"
     with streamload.stream_layers(path, device="host", budget=BUDGET) as layers:
         os.link(file, tmp_path / "kept")
@@ -237,7 +231,6 @@ def test_layers_that_names_do_not_tell_are_named(tmp_path: Path) -> None:
 
 
 def test_layers_in_host_memory_are_read_from_there(path: Path) -> None:
-    """The file may go: what streams is in memory."""
     expected = arrays()
     with streamload.stream_layers(path, device="host", budget=BUDGET, host="8MB") as layers:
         assert layers.plan.host == layers.plan.residency.streams

@@ -30,7 +30,6 @@ LLAMA = transformers.LlamaConfig(**SMALL, rms_norm_eps=1e-5)
 
 
 def classifier(seed: int = 1) -> Any:
-    """A small BERT with a head."""
     torch.manual_seed(seed)
     return transformers.BertForSequenceClassification(BERT)
 
@@ -41,7 +40,6 @@ def body() -> Any:
 
 
 def llama(seed: int = 1) -> Any:
-    """A small Llama of transformers."""
     torch.manual_seed(seed)
     return transformers.LlamaForCausalLM(LLAMA)
 
@@ -56,7 +54,6 @@ def save(folder: Path, tensors: dict[str, Any], config: Any = None) -> Path:
 
 
 def load(model: Any, path: Path, **arguments: Any) -> Any:
-    """Load on the CPU of the model's framework."""
     return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
@@ -71,7 +68,6 @@ def suggested(model: Any, path: Path, **arguments: Any) -> tuple[Suggestion, ...
 
 
 def follow(suggestion: Suggestion, model: Any, path: Path, **arguments: Any) -> Any:
-    """Load with what was suggested, as it stands."""
     written = eval(f"dict({suggestion.arguments})", {"streamload": streamload})
     return load(model, path, **arguments | written)
 
@@ -466,7 +462,6 @@ def test_what_is_usual_is_no_warning(tmp_path: Path) -> None:
 def test_nothing_is_looked_for_where_all_matches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The detector costs nothing then."""
     monkeypatch.setattr("streamload.planning.suggest.Wanted.suggestions", pytest.fail)
     load(classifier(), save(tmp_path, classifier().state_dict()))
 

@@ -154,12 +154,10 @@ LLAMA: dict[str, Any] = {"model_type": "llama", **GROUPED, "num_hidden_layers": 
 
 
 def cache_of(config: Mapping[str, Any], context: int, batch: int = 1) -> KvCache:
-    """The cache of a configuration."""
     return KvCache.of(config, CacheRequest(context, batch), path="model")
 
 
 def nbytes_of(cache: KvCache) -> list[int]:
-    """Bytes of each layer in float32."""
     context, batch = cache.request.context, cache.request.batch
     return [4 * sum(layer.elements(context, batch)) for layer in cache.layers]
 
@@ -295,7 +293,6 @@ def test_every_model_that_is_known(kind: str) -> None:
     ids=str,
 )
 def test_what_does_not_tell_is_refused(config: dict[str, Any], told: str) -> None:
-    """One error, which names the checkpoint and what is missing or not known."""
     with pytest.raises(CheckpointError, match=r"^model: ") as raised:
         cache_of(config, 10)
     assert told in str(raised.value)
@@ -357,14 +354,12 @@ def saved(tmp_path: Path) -> Saved:
 
 
 def layers_of(plan: Plan) -> list[tuple[int, int]]:
-    """Which layers each device of a plan holds."""
     return [d.layers for d in plan.devices if d.layers is not None]
 
 
 def planned(
     checkpoint: Checkpoint, places: Mapping[str, str], devices: list[DeviceSpec], cache: KvCache
 ) -> Plan:
-    """A plan of all of a checkpoint, for tensors that may have a place, on devices as described."""
     wants = [
         TensorRequest(
             info.name,
@@ -404,7 +399,6 @@ def test_the_cut_knows_the_cache(saved: Saved) -> None:
 
 
 def test_what_does_not_fit_says_what_context_would(saved: Saved) -> None:
-    """The cache is named with its bytes, and the context that is proposed is the longest."""
     path = saved()
     nodes = [Node("a", 10**5)]
     weights = 16384
@@ -421,7 +415,6 @@ def test_what_does_not_fit_says_what_context_would(saved: Saved) -> None:
 
 
 def test_a_small_cache_is_named_too(saved: Saved) -> None:
-    """It is among the contributors where all weights are larger."""
     with pytest.raises(PlanInfeasibleError) as raised:
         streamload.split(saved(), nodes=[Node("a", 10**4)], context=1)
     assert ("the KV cache", 4 * ROW_NBYTES) in raised.value.largest
@@ -479,14 +472,12 @@ def test_the_load_itself_may_use_the_bytes_of_the_cache(saved: Saved) -> None:
 def test_the_dtype_is_that_of_the_weights(
     saved: Saved, arguments: dict[str, Any], dtype: object
 ) -> None:
-    """After the cast, where most bytes are; or the one that was asked for."""
     made = streamload.split(saved(), nodes=[Node("a", "1MB")], context=10, **arguments)
     assert made.cache is not None
     assert made.cache.dtype is dtype
 
 
 def test_bfloat16_that_stays_is_the_dtype_of_the_cache(saved: Saved) -> None:
-    """On a device that computes in it; elsewhere it becomes float16, and so does the cache."""
     checkpoint = open_checkpoint(saved(dtype="BF16"))
     for native, dtype in ((True, BF16), (False, F16)):
         device = device_spec("a", 10**6, native_bf16=native)
@@ -544,7 +535,6 @@ def test_the_end_of_a_model_needs_no_cache(saved: Saved) -> None:
 
 
 def test_a_smaller_dtype_makes_the_cache_smaller_too(saved: Saved) -> None:
-    """What is proposed fits, though the cache in the larger one would not."""
     path = saved(dtype="F32")
     half = 16384 + 4 * 100 * ROW_NBYTES
     nodes = [Node("a", half)]
@@ -555,7 +545,6 @@ def test_a_smaller_dtype_makes_the_cache_smaller_too(saved: Saved) -> None:
 
 
 def test_a_cuda_device_takes_the_cache_in_segments(saved: Saved) -> None:
-    """Each tensor of it as the allocator rounds: what a process really takes."""
     made = streamload.plan(
         saved(), budget="1GB", device="cuda:0", dtype="checkpoint", context=2**14
     )
@@ -563,7 +552,6 @@ def test_a_cuda_device_takes_the_cache_in_segments(saved: Saved) -> None:
 
 
 def test_a_load_leaves_room_and_reports_it(saved: Saved) -> None:
-    """The plan of a load that was done has the cache, and one that leaves no room is refused."""
     path = saved()
     report = streamload.load_state_dict(
         None, path, device="host", budget="10MB", context=100, batch=2, reserve="1MB"

@@ -84,7 +84,6 @@ META_NAMES = {
 
 
 def load(path: Path, **arguments: Any) -> dict[str, Array]:
-    """Load onto the host."""
     report = streamload.load_state_dict(
         None, path, device="host", dtype="checkpoint", progress=False, budget="1GB", **arguments
     )
@@ -183,7 +182,6 @@ def test_packed_rows_are_not_reordered(tmp_path: Path, name: str, array: Array) 
 
 
 def test_scales_of_rows_go_with_their_rows(tmp_path: Path) -> None:
-    """One scale for each row is permuted like the rows; one for all stays."""
     tensors = {
         "model.layers.0.self_attn.q_proj.weight": np.arange(64, dtype=np.int8).reshape(32, 2),
         "model.layers.0.self_attn.q_proj.weight_scale": np.arange(32, dtype=np.float32)[:, None],
@@ -207,7 +205,6 @@ def test_a_permutation_is_its_transposes_inverse(tmp_path: Path) -> None:
 
 
 def test_without_a_mapping_every_tensor_fills_the_parameter_of_its_name(tmp_path: Path) -> None:
-    """All of it, scalars and empty ones too; as an empty mapping has it, name by name."""
     shapes: dict[str, tuple[int, ...]] = {"b": (4, 2), "s": (), "a": (0, 3), "c": (1,)}
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     checkpoint = streamload.open_checkpoint(write(tmp_path, tensors))
@@ -251,7 +248,6 @@ def test_concatenation_and_slices(tmp_path: Path) -> None:
 
 
 def test_names_can_be_exchanged(tmp_path: Path) -> None:
-    """A mapping is done all at once: a gets b, and b gets a."""
     found = load(write(tmp_path, ABC), mapping={"a": "b", "b": "a"})
     assert np.array_equal(found["a"], ABC["b"])
     assert np.array_equal(found["b"], ABC["a"])
@@ -355,7 +351,6 @@ def test_layouts(tmp_path: Path, device: str, chunk_nbytes: int, dtype: str) -> 
 
 
 def test_a_transpose_says_what_it_takes(tmp_path: Path) -> None:
-    """Its blocks are in the plan, and its peak as a budget is enough."""
     w = np.random.default_rng(0).standard_normal((1200, 3000)).astype(np.float32)
     path = write(tmp_path, {"w": w})
     arguments: dict[str, Any] = {"dtype": "float16", "mapping": {"w": Source("w", transpose=True)}}
@@ -504,7 +499,6 @@ def test_rename(tmp_path: Path) -> None:
 
 
 def test_rename_comes_after_the_mapping(tmp_path: Path) -> None:
-    """Names that a mapping made are what ``rename`` gets."""
     path = write(tmp_path, ABC)
     assert load(path, mapping={"ab": ["a", "b"]}, rename={"ab": "x"}).keys() == {"x", "c"}
     with pytest.raises(ValueError, match=r"^rename: no tensor's name matches 'a'"):

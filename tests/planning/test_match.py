@@ -40,7 +40,6 @@ class FakeParameter:
     wrapped: tuple[str, ...] = ()
 
     def is_computed(self) -> bool:
-        """It is what a checkpoint holds."""
         return False
 
     def buffer(self) -> Any:
@@ -62,7 +61,6 @@ def write(path: Path, **tensors: Sequence[float]) -> Checkpoint:
 
 
 def matched(checkpoint: Checkpoint, *parameters: Any, keep_on: Any = (), **more: Any) -> Match:
-    """Match parameters to a checkpoint as it is."""
     fill, _, tied = sources(checkpoint, more.get("mapping"), more.get("rename"))
     policy = DTypePolicy.parse(more.get("dtype"))
     tied |= more.get("tied", {})
@@ -117,7 +115,6 @@ def test_what_models_drop_by_convention(tmp_path: Path, name: str) -> None:
 
 
 def test_tied_parameters_need_one_name(tmp_path: Path) -> None:
-    """One parameter of two names is loaded once, from whichever name is stored."""
     checkpoint = write(tmp_path, b=[1, 2])
     found = matched(checkpoint, FakeParameter(("a", "b")))
     found.check(checkpoint.path, strict=True)
@@ -182,7 +179,6 @@ def test_what_is_held_is_told_to_the_planner(tmp_path: Path) -> None:
 
 
 def test_views_are_written_in_place_or_not_at_all(tmp_path: Path) -> None:
-    """A plan that would part a view from what it is a view of is refused, with the reason."""
     checkpoint = write(tmp_path, a=[1, 2])
     view = FakeParameter(("a",), device="CPU", nbytes=8, fixed="it is a view of 80 bytes on CPU")
     found = matched(checkpoint, view)

@@ -39,7 +39,6 @@ def llama(folder: Path, layers: int = 4, *, tied: bool = False) -> Checkpoint:
 
 
 def members(names: Sequence[str]) -> list[Member]:
-    """One rank for each, in this order."""
     return [Member(rank, name, name, 0, 1) for rank, name in enumerate(names)]
 
 
@@ -194,7 +193,6 @@ def test_balanced_fills_all_alike(tmp_path: Path) -> None:
 
 
 def test_replicas_are_on_every_node(tmp_path: Path) -> None:
-    """Everyone has everything; the plan says so in one line."""
     checkpoint = llama(tmp_path)
     one = made(checkpoint, {"b": 10_000, "a": 20_000}, "replicate")
     assert all(sorted(s.parameters) == sorted(checkpoint.tensors) for s in one.shares)
@@ -263,7 +261,6 @@ def test_budgets(tmp_path: Path) -> None:
 
 
 def test_as_json_and_as_a_table(tmp_path: Path) -> None:
-    """Both name every node; the JSON is keyed by node."""
     one = made(llama(tmp_path), {"b2": 1700, "b10": 1700})
     said = json.loads(one.to_json())
     assert list(said["nodes"]) == ["b2", "b10"]

@@ -48,7 +48,6 @@ def sparse(path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Path
 
 
 def llama_3_8b() -> dict[str, tuple[str, list[int]]]:
-    """Names and shapes of Llama-3-8B in bfloat16."""
     shapes: dict[str, list[int]] = {EMBED: [128256, 4096]}
     for layer in range(32):
         at = f"model.layers.{layer}"
@@ -143,13 +142,11 @@ def test_digest_tells_plans_apart(a: Plan, b: Plan) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"path": "x"}', '{"placements": 1}'])
 def test_what_is_no_plan_is_refused(text: str) -> None:
-    """Other text, other JSON, and a plan with fields missing are ValueErrors."""
     with pytest.raises(ValueError):
         Plan.from_json(text)
 
 
 def test_a_plan_of_another_version_is_refused() -> None:
-    """A field that this version does not know is not dropped silently."""
     plan = plan_of(checkpoint_of({"w": ("F32", [3])}), device_spec("d", 100))
     data = json.loads(plan.to_json()) | {"wings": 2}
     with pytest.raises(ValueError, match="wings"):
@@ -187,7 +184,6 @@ def test_planning_touches_no_data_and_no_file(tmp_path: Path) -> None:
 
 
 def test_stated_budget_and_dtype_probe_nothing(tmp_path: Path) -> None:
-    """No framework is imported for a plan that asks nothing of a device."""
     path = sparse(tmp_path / "model.safetensors", llama_3_8b())
     code = (
         "import sys, streamload\n"
@@ -252,7 +248,6 @@ def test_growing_parameters_go_first_where_that_makes_room() -> None:
 
 
 def test_old_parameters_above_the_budget_go_first() -> None:
-    """A model that holds more than its budget now is planned by what it will hold."""
     wants = [held(name, 32, dtype="float64") for name in "ab"]
     d = plan_of(FOUR, device_spec("d", 40), wants=wants).device("d")
     assert (d.resident_nbytes, d.peak_nbytes, d.release_first) == (32, 32, True)
@@ -260,7 +255,6 @@ def test_old_parameters_above_the_budget_go_first() -> None:
 
 
 def test_parameters_on_another_device_give_nothing_back_here() -> None:
-    """What is released elsewhere does not count on the device that is loaded."""
     plan = plan_of(FOUR, device_spec("d", 64), wants=[held("a", 99, where="e")])
     assert [(p.action, p.released_nbytes) for p in plan.placements] == [("replace", 0)]
     assert plan.device("d").fresh_nbytes == 16
@@ -336,7 +330,6 @@ def test_staging(
 
 
 def test_small_models_take_small_slots() -> None:
-    """A slot is never larger than all parameters together."""
     plan = plan_of(FOUR, device_spec("d", 10**9, host_visible=False))
     assert plan.slot_nbytes == 4 * 64
     assert plan.device("d").scratch_nbytes == 2 * 2 * 4 * 64
@@ -357,7 +350,6 @@ def test_chunks_and_threads_shrink_until_it_fits() -> None:
 
 
 def test_staging_shrinks_to_what_is_free_too() -> None:
-    """A stated budget is not worth more than the memory that is there."""
     weights = 4 * 16 * MIB
     spec = device_spec("d", 10**9, free_nbytes=weights + 4 * MIB, host_visible=False)
     plan = plan_of(BIG, spec)
@@ -383,7 +375,6 @@ GPU = device_spec("cuda:0", 10**9, host_visible=False, shared_memory=False, thre
 @pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
 def test_slots_share_the_host_budget(host_mib: int, reader: str, dtype: str) -> None:
-    """All slots, with their room for what is read around, and all else fill it and no more."""
     many = checkpoint_of({f"w{i}": ("BF16", [64 * MIB]) for i in range(4)})
     plan = plan_of(
         many,
@@ -413,7 +404,6 @@ def test_room_for_direct_reads_is_there_where_any_shard_has_them() -> None:
 
 
 def test_how_shards_are_read_is_said_in_few_lines() -> None:
-    """Shards that are read alike, for the same reason, are one line, however many there are."""
     shards = [{f"w{i}": ("BF16", [8])} for i in range(100)]
     plan = plan_of(
         checkpoint_of(*shards),
@@ -451,7 +441,6 @@ def test_a_device_that_casts_casts(out_of_range: Any, fp16_cast: Any) -> None:
 
 
 def test_what_functions_change_is_no_cast_of_a_device() -> None:
-    """Nothing is noted of casts that the device would have done."""
     casts = frozenset({("bfloat16", "float16")})
     plan = plan_of(
         checkpoint_of({"w": ("BF16", [4])}),
@@ -514,13 +503,11 @@ def test_weights_and_scratch_are_all_that_a_device_needs() -> None:
 
 
 def test_no_transfer_above_the_largest() -> None:
-    """Chunks are no longer than the shortest limit of the devices."""
     specs = [device_spec("d", 10**9, max_transfer_nbytes=300_000), device_spec("e", 10**9)]
     assert plan_of(BIG, *specs).chunk_nbytes == 300_000
 
 
 def test_threads_are_what_all_devices_take() -> None:
-    """A device for one thread, or for none but the caller's, holds for the whole load."""
     assert plan_of(FOUR, device_spec("d", 64, threads=16), threads=3).threads == 3
     assert plan_of(FOUR, device_spec("d", 64, threads=0), threads=3).threads == 0
 
@@ -556,7 +543,6 @@ def test_what_would_not_fit_either_is_not_suggested() -> None:
 
 
 def test_more_nodes_than_there_are_is_the_suggestion() -> None:
-    """Where a split is too tight, the number that is enough is larger than the number there is."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F16", [500]) for i in range(12)})
     specs = [device_spec(f"n{i}", 3000) for i in range(3)]
     with pytest.raises(PlanInfeasibleError) as caught:
@@ -577,7 +563,6 @@ def test_a_budget_above_what_is_free() -> None:
 
 
 def test_devices_that_share_memory_share_what_is_free() -> None:
-    """Two devices of the host that fit one by one do not fit together where less is free."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F32", [25]) for i in range(8)})
     specs = [device_spec(n, 600, free_nbytes=700, host_free_nbytes=700) for n in ("CPU", "CPU:1")]
     with pytest.raises(PlanInfeasibleError) as caught:
@@ -660,7 +645,6 @@ def recount_host(plan: Plan, mine: list[Move], spec: DeviceSpec) -> int:
 
 
 def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[str, Any]]:
-    """A checkpoint, one device, and arguments of `plan_of`."""
     codes = ("BF16", "F32", "F16", "I64", "BOOL", "F8_E4M3", "F64")
     shards: list[dict[str, tuple[str, list[int]]]] = [{} for _ in range(rng.randint(1, 3))]
     for i in range(rng.randint(0, 12)):
@@ -732,7 +716,6 @@ def test_a_thousand_random_plans() -> None:
 
 
 def test_bad_numbers_are_refused() -> None:
-    """Chunks of nothing, of less than nothing, and no thread at all are ValueErrors."""
     for arguments in ({"chunk_nbytes": 0}, {"chunk_nbytes": -1}, {"threads": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             streamload.plan(FOUR, budget=100, dtype="checkpoint", reader="mmap", **arguments)  # type: ignore[arg-type]
@@ -931,14 +914,12 @@ def test_what_a_device_cannot_hold_is_refused_by_name(code: str) -> None:
 
 @pytest.mark.parametrize("dst", ["float8_e4m3fn", "float4_e2m1fn"])
 def test_nothing_narrows_to_less_than_two_bytes(dst: str) -> None:
-    """A cast that there is not is refused with the tensor's name."""
     with pytest.raises(UnsupportedCastError) as caught:
         plan_of(checkpoint_of({"w": ("F32", [4])}), device_spec("d", 1000), dtype=dst)
     assert (caught.value.tensor, caught.value.src, caught.value.dst) == ("w", "float32", dst)
 
 
 def test_a_dtype_that_is_asked_for_is_had() -> None:
-    """A want with a dtype of its own does not ask the policy."""
     checkpoint = checkpoint_of({"w": ("BF16", [4])})
     wanted: DType = F32
     plan = plan_of(checkpoint, device_spec("d", 99), wants=wants_of(checkpoint, dtype=wanted))

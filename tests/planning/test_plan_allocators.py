@@ -32,7 +32,6 @@ def cuda(*sizes: int) -> list[int]:
 
 
 def expandable(*sizes: int) -> list[int]:
-    """The same with expandable segments."""
     return list(taken("cuda_expandable", 512, sizes))
 
 
@@ -123,7 +122,6 @@ def test_other_allocators_round(
 
 
 def driver(*sizes: int) -> list[int]:
-    """What CUDA's driver takes."""
     return list(taken("cuda_driver", 512, sizes))
 
 
@@ -392,7 +390,6 @@ class Driver:
         return number, first, size
 
     def free(self, memory: tuple[int, int, int]) -> None:
-        """Give it back."""
         number, first, size = memory
         if number < 0:
             self.blocks -= -(-size // (2 * MIB))
@@ -498,7 +495,6 @@ def driver_plan(*tensors: tuple[int, int | None], budget_nbytes: int = GIB) -> A
 
 
 def test_large_weights_leave_the_driver_one_by_one_and_small_ones_together() -> None:
-    """A block that small ones share is not free while one of them is there."""
     large = driver_plan(*[(3 * MIB, 6 * MIB)] * 4)
     assert not large.release_first
     assert (large.held_nbytes, large.peak_nbytes, large.resident_nbytes) == tuple(
@@ -514,7 +510,6 @@ def test_large_weights_leave_the_driver_one_by_one_and_small_ones_together() -> 
 
 
 def test_small_weights_are_replaced_where_their_old_blocks_would_not_fit_beside_new_ones() -> None:
-    """What shares blocks with one that is written in place stays: all of them go, to fit."""
     tensors = [(MIB // 2, MIB), (6 * KIB, 6 * KIB)] * 8
     assert driver_plan(*tensors).peak_nbytes == (10 + 4) * MIB
     assert driver_plan(*tensors, budget_nbytes=6 * MIB).peak_nbytes == 6 * MIB

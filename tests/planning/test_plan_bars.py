@@ -42,7 +42,6 @@ runpy.run_module("streamload", run_name="__main__", alter_sys=True)
 
 
 def plan(*arguments: object, encoding: str = "utf-8") -> list[str]:
-    """The lines that ``streamload plan`` prints."""
     command = [sys.executable, "-c", _ENCODED, encoding, "plan", *arguments]
     done = forked.run(command, forked.COMMANDS, env=os.environ | {"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
@@ -67,7 +66,6 @@ def test_bars_of_nothing() -> None:
 
 
 def test_characters_are_as_many_in_each_set() -> None:
-    """Each part of a bar has a character of its own, in both sets."""
     assert len(set(BLOCKS)) == len(set(ASCII)) == 5
     assert ASCII.isascii()
 
@@ -111,7 +109,6 @@ def test_a_bar_for_each_node(layers: Path) -> None:
 
 
 def test_bars_are_for_terminals(layers: Path) -> None:
-    """A pipe gets the table alone; a terminal gets bars as wide as it is."""
     arguments = (layers, "--nodes", "2", "--budget", "32768")
     assert not any(mark in line for line in plan(*arguments) for mark in BLOCKS[:4])
     assert "\u2588" not in "".join(plan(*arguments, "--no-bars"))

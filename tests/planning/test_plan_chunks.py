@@ -94,7 +94,6 @@ def test_a_tensor_is_cut_anywhere() -> None:
 
 @pytest.mark.parametrize(("src", "dst"), [(F64, F16), (F16, F64)])
 def test_the_longer_side_bounds_a_chunk(src: DType, dst: DType) -> None:
-    """Neither what is read nor what is written is longer than a chunk."""
     checkpoint = checkpoint_of({"w": (src.code, [100])})
     plan = plan_of(80, place("w", (100,), [RowRange("w", 0, 100)], src=src, dst=dst))
     cut = list(chunks(plan, checkpoint))
@@ -105,7 +104,6 @@ def test_the_longer_side_bounds_a_chunk(src: DType, dst: DType) -> None:
 
 
 def test_a_device_cast_stages_raw_bytes() -> None:
-    """Where the device casts, the bytes in staging are those of the file."""
     checkpoint = checkpoint_of({"w": ("F32", [10])})
     plan = plan_of(80, place("w", (10,), [RowRange("w", 0, 10)], dst=F16, cast="device"))
     (chunk,) = chunks(plan, checkpoint)
@@ -114,14 +112,12 @@ def test_a_device_cast_stages_raw_bytes() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 7)])
 def test_no_elements_is_one_empty_chunk(shape: tuple[int, ...]) -> None:
-    """So that the parameter is begun and finished like any other."""
     checkpoint = checkpoint_of({"a": ("F32", [2]), "w": ("F32", shape)})
     plan = plan_of(8, place("w", shape, [RowRange("w", 0, shape[0])]))
     assert list(chunks(plan, checkpoint)) == [Chunk(0, 0, 0, 0, ())]
 
 
 def test_a_scalar_is_one_row() -> None:
-    """A tensor of rank 0 is the four bytes that it is."""
     checkpoint = checkpoint_of({"a": ("F32", [2]), "w": ("F32", [])})
     plan = plan_of(8, place("w", (), [RowRange("w", 0, 1)]))
     assert list(chunks(plan, checkpoint)) == [
@@ -131,7 +127,6 @@ def test_a_scalar_is_one_row() -> None:
 
 @pytest.mark.parametrize("code", ["F4", "F6_E2M3"])
 def test_dtypes_below_a_byte_are_bytes(code: str) -> None:
-    """What passes unchanged is cut by bytes, whatever an element is."""
     dtype = BY_CODE[code]
     checkpoint = checkpoint_of({"w": (code, [4, 8])})
     plan = plan_of(5, place("w", (4, 8), [RowRange("w", 0, 4)], src=dtype, dst=dtype))
@@ -239,7 +234,6 @@ def test_random_sources() -> None:
 
 @pytest.mark.parametrize("transpose", [None, RowTranspose(10, 100, 2), RowTranspose(10, 2, 100)])
 def test_chunks_to_come_take_no_memory(transpose: RowTranspose | None) -> None:
-    """However many there are, only what has been reached is there."""
     rows = [[RowRange("a", 0, 800), RowRange("b", 0, 1200)], [RowRange("a", 0, 2000)]]
     checkpoint = checkpoint_of({"a": ("F32", [2000, 250])}, {"b": ("F32", [2000, 250])})
     placements = [place(f"p{i}", (2000, 250), r, transpose=transpose) for i, r in enumerate(rows)]

@@ -107,7 +107,6 @@ def test_a_model_without_layers_has_many_units() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
-    """A small Llama."""
     chance = random.Random(1)
     tensors = {
         i.name: ("U8", (i.nbytes, 4096), bytes(i.nbytes * 4096)) for i in items_of(chance, 6)

@@ -31,7 +31,6 @@ EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.w
 
 
 def items_of(names: Iterable[str], nbytes: int = 10) -> list[Item]:
-    """Tensors of one size."""
     return [Item(name, nbytes) for name in names]
 
 
@@ -165,7 +164,6 @@ def test_split_is_the_best_of_all(sizes: list[int], budgets: list[int], tied: bo
 def test_a_split_that_streams_leaves_each_node_its_least(
     needs: list[Need], sizes: list[int], budgets: list[int]
 ) -> None:
-    """Of the splits that do, the fullest share is the least; without one, as nothing streams."""
     items, ties = decoder(sizes[: len(needs)])
     units = units_of(items, tied=ties)
     nodes = [Node(f"n{k}", budget) for k, budget in enumerate(budgets)]
@@ -280,7 +278,6 @@ def test_llama_3_8b_over_14_nodes() -> None:
 
 
 def test_llama_3_8b_fits_6_nodes_of_3_gb() -> None:
-    """In bf16 or fp16 six nodes of 3 GB are enough, and five are not."""
     items = llama_3_8b()
     assert smallest_count(items, 3_000_000_000) == 6
     six, five = (partition(items, [Node(f"n{k}", "3GB") for k in range(n)]) for n in (6, 5))
@@ -290,7 +287,6 @@ def test_llama_3_8b_fits_6_nodes_of_3_gb() -> None:
 
 
 def test_tied_head_on_another_node_is_a_copy() -> None:
-    """A tied head costs its bytes on the last node too, once on one node, and both say so."""
     items = llama_3_8b(tied=True)
     ties = {HEAD: EMBED}
     (alone,) = partition(items, [Node("a", "20GB")], tied=ties)
@@ -401,7 +397,6 @@ def test_the_layers_that_run_with_a_cache(names: list[str], stack: str) -> None:
 
 
 def test_a_part_of_a_checkpoint_has_the_cache_of_its_layers() -> None:
-    """By their own numbers, wherever the part begins; what has no layers has none."""
     items = items_of(f"model.layers.{i}.mlp.w" for i in (2, 3))
     assert [unit.cache_nbytes for unit in units_of(items, cache=[1, 2, 3, 4])] == [3, 4]
     assert [unit.cache_nbytes for unit in units_of(items_of(["w"]), cache=[1])] == [0]
@@ -419,7 +414,6 @@ def test_nodes_in_the_order_of_their_numbers() -> None:
 
 
 def test_the_plan_is_the_same_for_any_order_of_the_answers() -> None:
-    """Nodes in their order give the same parts, however they came in."""
     nodes = [Node(f"board-{n}", 10**9 * (2 + n % 3)) for n in range(14)]
     first = partition(llama_3_8b(), ordered(nodes))
     for seed in range(5):
@@ -619,7 +613,6 @@ def test_bad_tensors_are_refused(items: list[Item], tied: dict[str, str], messag
 
 
 def test_bad_nodes_are_refused() -> None:
-    """No nodes, two of one name, and budgets that are no bytes raise."""
     assert Node("a", "2.5GiB") == Node("a", 5 * 2**29)
     for budget in (0, -1, "0", "80%", "much"):
         with pytest.raises(ValueError, match="budget"):

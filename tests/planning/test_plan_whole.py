@@ -118,14 +118,12 @@ def test_plans_are_those_made_one_by_one(allocator: Any, more: Any) -> None:
 
 
 def test_plans_for_several_devices_are_the_same() -> None:
-    """There, tensors are placed one by one."""
     made, expected = both(mixed(3), device_spec("a", 2**29), device_spec("b", 2**29))
     assert made == expected
     assert {p.device for p in made.placements} == {"a", "b"}
 
 
 def test_files_are_read_in_their_order() -> None:
-    """Also where a checkpoint names its tensors in another one."""
     checkpoint = mixed(4)
     names = list(checkpoint.tensors)
     random.Random(0).shuffle(names)
@@ -171,7 +169,6 @@ def test_placements_are_like_a_tuple() -> None:
 
 
 def test_what_cannot_be_loaded_is_refused_alike() -> None:
-    """The same tensor, the same words."""
     layouts = {f"layers.{i}.x": LAYOUTS[i % 3] for i in range(30)}
     scaled = layouts | {"layers.9.w": ("F8_E4M3", (4, 4)), "layers.9.w_scale": ("F32", (4,))}
     spec = device_spec("d", 2**30)
@@ -193,7 +190,6 @@ def test_what_cannot_be_loaded_is_refused_alike() -> None:
 
 
 def test_small_floats_without_a_scale_are_cast() -> None:
-    """They are looked at one by one, and nothing is wrong with them."""
     checkpoint = checkpoint_of({f"w{i}": ("F8_E4M3", (4, 4)) for i in range(50)})
     made, expected = both(checkpoint, device_spec("d", 2**30), dtype="float16")
     assert made == expected
@@ -203,8 +199,6 @@ def test_small_floats_without_a_scale_are_cast() -> None:
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
 @pytest.mark.parametrize("seed", range(4))
 def test_they_are_cut_alike(seed: int, dtype: str) -> None:
-    """Into the same packs and chunks."""
-
     def flat(plan: Plan) -> list[Any]:
         cut = Cut(plan, checkpoint).packs_and_chunks(_chunk_nbytes, lambda p: MIB, 200)
         return [
@@ -226,7 +220,6 @@ def _chunk_nbytes(kind: Kind) -> int:
 @pytest.mark.parametrize("native_bf16", [True, False])
 @pytest.mark.parametrize("dtype", [None, "float16", {"layers.1*": "float32", "*": "float16"}])
 def test_dtypes_are_resolved_once(dtype: Any, native_bf16: bool) -> None:
-    """By columns or one by one; the casts are their pairs, ordered by name."""
     checkpoint = mixed(6)
     policy = DTypePolicy.parse(dtype)
     wants = TensorRequests.every(checkpoint)

@@ -23,7 +23,6 @@ WIDTH = 256  # a matrix of 131 kB as bfloat16
 
 
 def module(device: str = "meta") -> Any:
-    """Linears and a norm."""
     with torch.device(device):
         layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)}).to(torch.bfloat16)
@@ -31,7 +30,6 @@ def module(device: str = "meta") -> Any:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint of it."""
     torch.manual_seed(1)
     st.save_file(module("cpu").state_dict(), tmp_path / "m.safetensors")
     return tmp_path
@@ -130,7 +128,6 @@ def test_models_of_transformers(tmp_path: Path) -> None:
 
 
 def test_pipelines_are_told_of_their_own_options_alone() -> None:
-    """diffusers' entrance has no quant=."""
     fits = [Fit("quant", '="nf4"', "1 B"), Fit("residence", '="auto"')]
     error = PlanInfeasibleError("cpu", 2, 1, would_fit=fits)
     assert error.without("quant", "device").would_fit == ('residence="auto"',)

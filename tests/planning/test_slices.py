@@ -139,7 +139,6 @@ class Model:
         return shapes | {"lm_head.weight": (self.vocabulary, width)}
 
     def checkpoint(self) -> Checkpoint:
-        """Its headers."""
         config: dict[str, Any] = {
             "model_type": {"gpt2": "gpt2", "fused": "phi3"}.get(self.family, "llama"),
             "num_attention_heads": self.heads,
@@ -158,7 +157,6 @@ class Model:
 
 
 def made(checkpoint: Checkpoint, budgets: Sequence[int], mesh: Mesh) -> ClusterPlan:
-    """The plan of nodes with these budgets."""
     members = [Member(rank, f"n{rank}", f"n{rank}", 0, 1) for rank in range(len(budgets))]
 
     def planned(nodes: Sequence[Node]) -> Plan:

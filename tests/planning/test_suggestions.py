@@ -44,14 +44,12 @@ _PROSE = re.compile(r"^\d+ devices or nodes of ")
 
 
 def llama() -> Any:
-    """A small Llama."""
     torch.manual_seed(1)
     return transformers.LlamaForCausalLM(LLAMA)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It, as transformers saves it."""
     path = tmp_path_factory.mktemp("suggestions") / "llama"
     llama().save_pretrained(path)
     return path
@@ -68,7 +66,6 @@ class Failing:
     prepare: Callable[[Path], Any] | None = None  # changes the checkpoint before
 
     def run(self, path: Path, **given: Any) -> Any:
-        """Call it, with a model that is new."""
         first = () if self.model is None else (self.model(),)
         return self.call(*first, path, **given)
 
@@ -86,7 +83,6 @@ def with_torch_file(path: Path) -> None:
 
 
 def with_gguf(path: Path) -> None:
-    """Put a GGUF of it beside the weights."""
     gguf_models = needs.module("gguf_models")
     source = gguf_models.write_model(path.parent / "of", "llama")
     streamload.convert(source, path.parent / "gguf", to="gguf", progress=False)
@@ -152,7 +148,6 @@ REPLACED = {
 
 
 def lines_of(error: Exception) -> Iterator[str]:
-    """What an error says to write."""
     said = str(error)
     if isinstance(error, StateDictMismatchError):
         yield from (each.arguments for each in error.suggestions)
@@ -188,7 +183,6 @@ SLOW = {"devices without a model"}
 def test_each_line_goes_further(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call fails, its error has lines, and with each of them it does not fail any more."""
     monkeypatch.setenv("STREAMLOAD_DEVICE", "cpu")
     row, path = CALLS[name], tmp_path / "model"
     shutil.copytree(folder, path)

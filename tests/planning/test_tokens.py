@@ -26,7 +26,6 @@ ROW_NBYTES, TABLE_NBYTES = 16, 1600
 
 
 def planned(tensors: Tensors, config: Mapping[str, Any] | None = None, **more: Any) -> Plan:
-    """A plan for one device of 1 MB."""
     return plan_of(checkpoint_of(tensors, config=config), device_spec("cpu", 10**6), **more)
 
 
@@ -69,7 +68,6 @@ def experts(names: str, *shape: int) -> Tensors:
 def test_a_table_counts_a_row_unless_the_head_reads_it(
     tensors: Tensors, config: Mapping[str, Any], nbytes: int
 ) -> None:
-    """And layers count whole."""
     assert planned(tensors, config).token_nbytes == LAYER_NBYTES + nbytes
 
 
@@ -92,7 +90,6 @@ def test_a_table_counts_a_row_unless_the_head_reads_it(
 def test_experts_count_by_the_share_that_a_token_chooses(
     stored: Tensors, config: Mapping[str, Any], share: float
 ) -> None:
-    """The shared expert counts whole."""
     tensors = {**stored, "model.layers.0.mlp.shared_experts.up_proj.weight": ("BF16", [16, 8])}
     assert planned(tensors, config).token_nbytes == 4 * 256 * share + 256
 
@@ -118,7 +115,6 @@ def test_what_reads_a_prompt_alone_does_not_count(
 
 
 def test_quantised_weights_count_as_they_are_held(tmp_path: Path) -> None:
-    """Codes and scales of layers; of a quantised table a row of each."""
     data = bytes(64 * 64 * 2)
     names = (EMBED, "model.layers.0.a.weight", "model.layers.1.a.weight")
     path = write_safetensors(

@@ -171,7 +171,6 @@ def _run(cgroup: Boxes, limit_nbytes: int, script: str, *arguments: Any) -> BoxR
     ),
 )
 def test_a_load_that_is_robbed_stops(cgroup: Boxes, folder: Path, device: str, speed: str) -> None:
-    """While there is room to: with what it needs, what is free, and what each parameter is."""
     _works(device)
     done = _run(cgroup, BOXES[device], ROBBED, folder / "large", folder / "tiny", device, speed)
     assert (done.returncode, done.oom_killed) == (0, False), (done.stdout, done.stderr)
@@ -212,7 +211,6 @@ print(sum(float(array.sum(dtype=np.float64)) for array in arrays.values()))
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_what_a_forked_process_writes_is_its_own(cgroup: Boxes, folder: Path, dtype: str) -> None:
-    """Pages that it shares are copied as it writes them: that is not what others took."""
     limit_nbytes = {"float32": 350_000_000, "float64": 480_000_000}[dtype]
     done = _run(cgroup, limit_nbytes, FORKED, folder / "large", dtype)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr

@@ -86,12 +86,10 @@ def assert_same(got: bytes, expected: np.ndarray[Any, Any]) -> None:
 
 
 def random_bytes(seed: int, nbytes: int) -> bytes:
-    """The same bytes for the same seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
 
 
 def some_tensors(count: int, nbytes: int = 1000, code: str = "F32") -> dict[str, Any]:
-    """Float tensors of ordinary numbers."""
     numel = nbytes // BY_CODE[code].itemsize
     out = {}
     for i in range(count):
@@ -295,7 +293,6 @@ def test_few_shards_are_open_at_a_time(tmp_path: Path, tensors: int, most: int) 
 
 
 def test_several_devices_get_what_is_theirs(tmp_path: Path) -> None:
-    """One stream fills devices of both kinds, each with its own staging."""
     tensors = some_tensors(6)
     write_safetensors(tmp_path / "x.safetensors", tensors)
     devices = [RecordingDevice("A"), RecordingDevice("B", host_visible=True), RecordingDevice("C")]
@@ -361,7 +358,6 @@ def test_a_failing_operation_ends_the_stream_cleanly(
 def test_a_file_truncated_under_the_stream_is_named(
     tmp_path: Path, reader: str, threads: int
 ) -> None:
-    """A file that shrinks while it is read is an error with file, tensor and lengths."""
     path = write_safetensors(tmp_path / "x.safetensors", some_tensors(50, 100_000))
     whole = path.stat().st_size
     device = RecordingDevice(host_visible=True, threads=threads)
@@ -385,7 +381,6 @@ def test_a_file_truncated_under_the_stream_is_named(
 
 
 def test_values_out_of_range_stop_the_stream_by_name(tmp_path: Path) -> None:
-    """Under out_of_range="error" the tensor that overflows is named, with both dtypes."""
     tensors = some_tensors(4)
     big = np.full(250, 1e6, np.float32).tobytes()
     tensors["t002"] = ("F32", (250,), big)
@@ -507,7 +502,6 @@ def test_the_applications_handler_decides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_a_process_without_a_handler_is_left_alone(handler: Any) -> None:
-    """SIGINT that is ignored or left to the kernel stays so."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         with deferred_interrupt():

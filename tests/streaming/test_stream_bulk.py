@@ -49,7 +49,6 @@ class Spread:
     target: ModelTarget
 
     def go(self) -> None:
-        """Stream, the way a load does."""
         self.target.begin_all()
         devices: Any = self.devices
         stream(Transfer(self.plan, self.checkpoint, devices), self.target, self.ledger)

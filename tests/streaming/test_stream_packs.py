@@ -55,7 +55,6 @@ def write(folder: Path, sizes: Sequence[int], *, shards: int = 1) -> Mapping[str
 
 
 def planned(checkpoint: Checkpoint, spec: DeviceSpec, skipped: Sequence[str] = ()) -> Plan:
-    """A plan for all of a checkpoint, but for some."""
     wants: Sequence[TensorRequest] = TensorRequests.every(checkpoint)
     if skipped:
         wants = [want for want in wants if want.name not in skipped]
@@ -94,7 +93,6 @@ def test_packs_are_the_chunks_of_small_neighbours(tmp_path: Path, seed: int) -> 
 @pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
 @pytest.mark.parametrize("device", ["host", "cpu"])
 def test_small_tensors_are_loaded_exactly(tmp_path: Path, device: str, reader: Any) -> None:
-    """Whatever reads them; what is held is what was planned, to the byte."""
     if device == "cpu":
         needs.module("torch")
     values = write(tmp_path, [1 + 37 * i % 5000 for i in range(1000)], shards=3)
@@ -131,8 +129,6 @@ def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, left: int) -> None:
     plan = planned(checkpoint, device_spec("host", 2**30, granularity_nbytes=16))
 
     class Cut(HostDevice):
-        """The file is cut when the first parameters have their memory."""
-
         def allocate_all(self, kinds: Any) -> list[Any]:
             """As the host does."""
             header = checkpoint.shards[0]
@@ -159,12 +155,9 @@ def test_memory_that_cannot_be_had_names_the_tensor(tmp_path: Path, at: int) -> 
     plan = planned(checkpoint, device_spec("host", 2**30, granularity_nbytes=16))
 
     class Full(HostDevice):
-        """Has memory for ``at`` arrays."""
-
         left = at
 
         def allocate(self, dtype: DType, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-            """As the host does, so often."""
             if not self.left:
                 raise AllocationError("host", "it is full", nbytes=100)
             self.left -= 1
@@ -202,7 +195,6 @@ class Segments:
 
     @property
     def bulk(self) -> Any:
-        """Itself."""
         return self
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> range:
@@ -215,15 +207,12 @@ class Segments:
         return range(start, start + nbytes)
 
     def address(self, buffer: range) -> int:
-        """Where it begins."""
         return self.BASE + buffer.start
 
     def staging(self, nbytes: int) -> Staging:
-        """Plain memory."""
         return HostStaging(nbytes)
 
     def ticket(self, slot: Staging) -> Ticket:
-        """Copies end at once."""
         return DONE
 
     def run(
@@ -246,10 +235,7 @@ class Segments:
 
 
 class _Ranges(HostFramework):
-    """A tensor is where it is."""
-
     def tensor(self, device: Any, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """The buffer."""
         return buffer
 
 

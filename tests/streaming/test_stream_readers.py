@@ -51,7 +51,6 @@ def write(folder: Path, *shards: int) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a checkpoint, in order."""
     return sorted(path.glob("*.safetensors"))
 
 
@@ -78,7 +77,6 @@ def warm(path: Path) -> Path:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """A folder on a local disk."""
     filesystem, _ = filesystem_and_length(tmp_path)
     if filesystem not in DIRECT_FILESYSTEMS:
         pytest.skip(f"the folder for temporary files is on {filesystem}")
@@ -174,7 +172,6 @@ def test_planning_leaves_the_page_cache_as_it_is(disk: Path) -> None:
 
 
 def test_auto_is_buffered_for_memory_that_the_cpu_writes(disk: Path) -> None:
-    """No whole slots are read there; the reader is what it was, whatever is resident."""
     path = cool(write(disk / "c", 4 * MIB))
     made = plan(path, device="CPU")
     assert made.readers == ("mmap",)
@@ -185,7 +182,6 @@ def test_auto_is_buffered_for_memory_that_the_cpu_writes(disk: Path) -> None:
 def test_page_cache_that_is_to_be_filled_is_filled(
     disk: Path, page_cache: Any, reader: str
 ) -> None:
-    """`page_cache="keep"` is read through it also when it is cold."""
     path = cool(write(disk / "c", 4 * MIB))
     made = plan(path, page_cache=page_cache)
     assert (made.readers, made.page_cache) == ((reader,), page_cache)
@@ -193,7 +189,6 @@ def test_page_cache_that_is_to_be_filled_is_filled(
 
 @pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
 def test_a_reader_that_is_asked_for_is_had(disk: Path, reader: Any) -> None:
-    """Cold or resident; the plan says that it was asked for."""
     path = cool(write(disk / "c", 4 * MIB, 10))
     for _ in range(2):
         made = plan(path, reader=reader)
@@ -203,14 +198,12 @@ def test_a_reader_that_is_asked_for_is_had(disk: Path, reader: Any) -> None:
 
 
 def test_little_host_memory_is_kept_to(disk: Path) -> None:
-    """By slots."""
     path = warm(write(disk / "c", 40 * MIB))
     small = plan(path, threads=12, budget=Budget("1GB", host="8MiB"))
     assert 4 * MIB < small.host_nbytes <= 8 * MIB
 
 
 def test_a_chunk_that_is_asked_for_bounds_slots_too(disk: Path) -> None:
-    """Only where nothing was said are they longer than chunks are elsewhere."""
     path = warm(write(disk / "c", 40 * MIB))
     assert plan(path, threads=2, chunk_nbytes=MIB).slot_nbytes == MIB
 
@@ -302,7 +295,6 @@ def test_a_reader_that_falls_back_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reader", ["mmap", "pread"])
 @pytest.mark.parametrize("host_visible", [False, True])
 def test_what_the_load_brought_in_is_dropped(disk: Path, reader: str, host_visible: bool) -> None:
-    """Of the shards that were cold nothing stays, and of what was there before all of it."""
     path = write(disk / "c", 200_000, 150_000, 100_000)
     device = RecordingDevice(host_visible=host_visible)
     _, stats = run(path, device, reader=[reader], page_cache="drop", resident=[1])
@@ -327,7 +319,6 @@ def test_what_becomes_of_the_page_cache(
 
 
 def test_what_a_failed_load_brought_in_is_dropped_too(disk: Path) -> None:
-    """Whatever ended it."""
     from recording import Faults
 
     path = write(disk / "c", 200_000)
@@ -374,7 +365,6 @@ def test_memory_that_is_short(cgroup: Boxes, disk: Path, limit_mib: int, droppin
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command."""
     return forked.run([sys.executable, "-m", "streamload", *arguments], forked.COMMANDS)
 
 

@@ -60,7 +60,6 @@ def clean() -> Iterator[None]:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a checkpoint, in order."""
     return sorted(path.glob("*.safetensors"))
 
 
@@ -101,7 +100,6 @@ def load(path: Path, **arguments: Any) -> LoadReport:
 
 
 def plan(path: Path, **arguments: Any) -> Plan:
-    """What a load would do."""
     return streamload.plan(path, **({"device": "cuda:0", "dtype": "checkpoint"} | arguments))
 
 
@@ -117,7 +115,6 @@ def on_a_local_disk(path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16", "float32"])
 @pytest.mark.parametrize("reader", ["auto", "mmap", "pread", "direct"])
 def test_every_way_brings_the_right_bits(path: Path, reader: Any, dtype: str, cold: bool) -> None:
-    """Each reader, cold and resident, with casts and without."""
     (cool if cold else warm)(path)
     load(path, reader=reader, dtype=dtype)
 
@@ -127,7 +124,6 @@ def test_every_way_brings_the_right_bits(path: Path, reader: Any, dtype: str, co
 def test_casts_are_the_same_wherever_they_are_made(
     path: Path, cast: Any, out_of_range: Any
 ) -> None:
-    """On the device by default, with the counts that the host's cast has."""
     warm(path)
     report = load(path, dtype="float16", cast=cast, out_of_range=out_of_range)
     casts = {p.cast for p in report.plan.placements if p.src is not p.dst}
@@ -175,7 +171,6 @@ def test_what_becomes_of_the_page_cache(path: Path, reader: Any, page_cache: Any
 @pytest.mark.parametrize("host", ["8MiB", "16MiB", "64MiB", "200MiB"])
 @pytest.mark.parametrize("threads", [1, 2, None])
 def test_host_memory_stays_within_its_budget(path: Path, host: str, threads: int | None) -> None:
-    """Whatever the budget."""
     warm(path)
     load(path, budget=Budget(host=host), threads=threads)
 

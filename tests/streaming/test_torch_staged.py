@@ -79,13 +79,11 @@ def in_bulk(device: RecordedTorchDevice) -> int:
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Float32, one file."""
     return write(tmp_path_factory.mktemp("raw") / "x")
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Bfloat16, three files."""
     return write(tmp_path_factory.mktemp("sharded") / "x", shards=3, dtype="bfloat16")
 
 
@@ -161,7 +159,6 @@ def test_what_lies_together_is_read_at_once(
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_most_is_handed_over_in_bulk(raw: Made, disk: Disk, threads: int) -> None:
-    """What is read in bulk is read once, and the rest one by one: every byte once in all."""
     device = RecordedTorchDevice(threads=threads, in_bulk=True, disk=disk)
     run = prepare(make("meta"), raw, device, threads=threads, chunk_nbytes=200)
     run.go()
@@ -392,7 +389,6 @@ def test_bytes_that_come_at_the_second_time_are_right_or_an_error(
 def test_a_file_cut_in_the_middle_of_a_slot_names_the_tensor(
     tmp_path: Path, reader: str, threads: int, bulk: bool, dtype: str | None
 ) -> None:
-    """A real truncation before the first read: the file is named, and a tensor that is not read."""
     made = write(tmp_path / "x")
     path = made.path / "0.safetensors"
     whole = path.read_bytes()

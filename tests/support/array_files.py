@@ -13,12 +13,10 @@ from streamload.core.dtypes import BY_CODE
 
 
 def floats(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    """Ordinary numbers, the same for the same seed."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def save(path: Path, arrays: dict[str, np.ndarray[Any, Any]], code: str = "F32") -> Path:
-    """Write arrays in one dtype."""
     return write_safetensors(
         path / "model.safetensors",
         {k: (code, v.shape, v.astype(BY_CODE[code].numpy).tobytes()) for k, v in arrays.items()},

@@ -128,8 +128,6 @@ def wrong(
 
 
 class Job:
-    """A case, in the process that loads."""
-
     def __init__(self, case: Case) -> None:
         warnings.simplefilter("ignore")  # values out of float16's range
         self._case, self._report = case, None
@@ -147,7 +145,6 @@ class Job:
                 os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
     def __call__(self) -> dict[str, Any]:
-        """Load."""
         path, options = self._case["path"], self._case["options"]
         if self._case.get("layers"):
             with stream_layers(path, device=self._device, **options) as layers:
@@ -176,7 +173,6 @@ class Job:
         }
 
     def check(self) -> dict[str, Any]:
-        """Compare all bytes."""
         case = self._case
         if self._report is None or case.get("unchecked"):
             return {"wrong": []}

@@ -55,14 +55,12 @@ class Refills:
         return self._team.run(fd, reads)
 
     def is_locked(self, reads: ReadTable) -> bool:
-        """No page is."""
         return False
 
     def wait(self) -> None:
         """Wait for nothing."""
 
     def close(self) -> None:
-        """End the threads."""
         self._team.close()
 
 
@@ -91,17 +89,14 @@ class Bulk:
         return 0
 
     def ticket(self, slot: Staging) -> Any:
-        """The slot."""
         return slot
 
     def refiller(self, count: int, slots: int, nbytes: int) -> Refills:
-        """Threads of the loop."""
         return Refills(self._loop, self._reads, [Slot(nbytes) for _ in range(count * slots)], count)
 
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
-        """Run the loop."""
         self._reads += reads
         flat = [(address_of(slot.view), 1, 1, False) for slot in slots]
         return self._loop(fd, reads, flat)
@@ -128,14 +123,12 @@ class Staged(torch_devices.CPUDevice):
         return replace(super().info, **own, native_bf16=True, free_nbytes=2**34)
 
     def staging(self, nbytes: int) -> Staging:
-        """A slot."""
         return Slot(nbytes)
 
     def follow(self, tickets: Sequence[Ticket]) -> None:
         """Do nothing: copies have ended."""
 
     def mark(self) -> Ticket | None:
-        """A ticket of work that has ended."""
         self.counts["marks"] += 1
         return Slot(1)
 
@@ -175,7 +168,6 @@ class Driven(Copies, torch_devices.CPUDevice):
         return flat.view(torch_devices.TO_TORCH[dtype.name]).view(shape)
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """Each by itself."""
         return [self.allocate(*kind) for kind in kinds]
 
     def _free(self, address: int) -> None:
@@ -188,7 +180,6 @@ class Driven(Copies, torch_devices.CPUDevice):
         self.context.order(self._stream, events)
 
     def mark(self) -> Any:
-        """A ticket of all that was computed."""
         mark: Any = None
         with self.context.current():
             mark = cuda_copies.Mark(self.context, [self._stream])

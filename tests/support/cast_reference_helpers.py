@@ -77,7 +77,6 @@ CASTS = [
 def cast_by_reference(
     src: DType, dst: DType, x: Bits, clamp: bool = False
 ) -> tuple[Bits, tuple[int, int, int]]:
-    """Elements cast by the reference: bits as of `as_bits`, and counts."""
     out = bytearray(x.size * dst.itemsize)
     counts = cast_bytes(src, dst, memoryview(x.tobytes()), memoryview(out), clamp=clamp)
     return as_bits(out, dst), counts
@@ -85,7 +84,6 @@ def cast_by_reference(
 
 @cache
 def by_reference(src: DType, dst: DType, clamp: bool) -> tuple[Bits, tuple[int, int, int]]:
-    """The samples of ``src`` cast by the reference."""
     return cast_by_reference(src, dst, samples(src), clamp)
 
 

@@ -63,14 +63,12 @@ def same_values(found: bytes, expected: bytes, dtype: DType) -> bool:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path."""
     return {
         str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
     }
 
 
 def visible(folder: Path) -> list[str]:
-    """What others see in a folder."""
     return [path.name for path in folder.iterdir() if not path.name.startswith(".")]
 
 
@@ -100,7 +98,6 @@ class Gpt2Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Gpt2Shape:
-        """Those that config.json says."""
         return cls(*(config[key] for key in ("vocab_size", "n_embd", "n_layer", "n_positions")))
 
     def bare(self) -> dict[str, tuple[int, ...]]:
@@ -135,7 +132,6 @@ class Gpt2Shape:
         return found | {"transformer.ln_f.weight": (n,), "transformer.ln_f.bias": (n,)}
 
     def config(self, dtype: DType) -> dict[str, Any]:
-        """The content of config.json."""
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -158,12 +154,10 @@ def make_gpt2(path: Path, nbytes: int, dtype: DType = BF16) -> None:
 
 
 def make_llama(path: Path, nbytes: int) -> None:
-    """A Llama in two files."""
     make_checkpoint(path, shape_of_size(nbytes, BF16), shards=2)
 
 
 def make_torch(path: Path, nbytes: int) -> None:
-    """The same in a file of torch.save."""
     save = needs.module("torch").save
     load = needs.module("safetensors.torch").load_file  # as views of the mapped file
     plain = path.with_name(f"{path.name}.plain")

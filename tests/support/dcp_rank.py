@@ -72,7 +72,6 @@ def check_reload(folder: Path) -> None:
 
 
 def main() -> None:
-    """Save each form."""
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     model, optimizer = trained()

@@ -15,19 +15,16 @@ from streamload.planning.moves import DTypePolicy
 
 
 def load(path: Any, dtype: Any = "bfloat16", **options: Any) -> Any:
-    """Load everything to the host."""
     options = {"device": "host", "progress": False} | options
     return streamload.load_state_dict(None, path, dtype=dtype, **options)
 
 
 def view(path: Path, dtype: Any = "bfloat16") -> Checkpoint:
-    """A checkpoint with its quantised weights as tensors."""
     checkpoint = open_checkpoint(path)
     return dequantized(checkpoint, asked(checkpoint, DTypePolicy.parse(dtype)))
 
 
 def decoders(path: Path, name: str, dst: DType, out_of_range: Any = "inf") -> tuple[Packed, Any]:
-    """A weight of a checkpoint; by engine, what decodes it."""
     info = view(path, dst.name).tensors[name]
     assert isinstance(info, Packed)
 

@@ -39,7 +39,6 @@ class Task:
         base: int = BASE,  # address of the memory
         tally: Counts = (0, 0, 0),  # what it is before
     ) -> None:
-        """Lay everything out."""
         bits = weight.values.bits
         there = b"".join(part.tobytes() for part in weight_parts(weight, turned))
         values = data[first * bits // 8 : -(-stop * bits // 8)]

@@ -52,7 +52,6 @@ class Sample:
 
 
 def entry(array: Array, shape: tuple[int, ...] | None = None) -> tuple[str, tuple[int, ...], bytes]:
-    """An array as an entry of a file."""
     return _CODES[array.dtype.name], array.shape if shape is None else shape, array.tobytes()
 
 
@@ -63,7 +62,6 @@ def spread(scales: Array, block: tuple[int, int], shape: tuple[int, ...]) -> Arr
 
 
 def scales_of(rng: Any, *shape: int) -> Array:
-    """Ordinary scales, each of its own size."""
     return np.asarray(rng.lognormal(-4, 2, shape), np.float32)
 
 
@@ -74,7 +72,6 @@ def fp8(
     block: tuple[int, int] = (128, 128),
     seed: int = 0,
 ) -> Sample:
-    """A weight of FP8 with scales of blocks; of all of it where the block is (0, 0)."""
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal(shape) * 60).clip(-440, 440).astype(getattr(ml_dtypes, kind))
     wide = values.astype(np.float64)
@@ -107,7 +104,6 @@ def int8(name: str = "l.0.k.weight", zeros: bool = False, seed: int = 1) -> Samp
 
 
 def bnb_int8(name: str = "l.0.v.weight", seed: int = 2) -> Sample:
-    """A weight of bitsandbytes' int8."""
     rng = np.random.default_rng(seed)
     values = rng.integers(-127, 128, (48, 80)).astype(np.int8)
     scb = scales_of(rng, 48)
@@ -170,7 +166,6 @@ def mxfp4(
 
 
 def every() -> list[Sample]:
-    """One of each layout, and of each form."""
     return [
         fp8(),
         fp8("l.1.q.weight", (200, 96), "float8_e5m2", (1, 96)),

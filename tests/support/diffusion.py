@@ -37,7 +37,6 @@ def tokenizer() -> Any:
 
 
 def clip(model_class: Any = transformers.CLIPTextModel, hidden_size: int = 32) -> Any:
-    """A text encoder."""
     config = transformers.CLIPTextConfig(
         bos_token_id=52,
         eos_token_id=53,
@@ -52,7 +51,6 @@ def clip(model_class: Any = transformers.CLIPTextModel, hidden_size: int = 32) -
 
 
 def vae(**config: Any) -> Any:
-    """An image decoder."""
     return diffusers.AutoencoderKL(
         **config,
         block_out_channels=[32, 64],
@@ -77,7 +75,6 @@ def unet(**config: Any) -> Any:
 
 
 def stable_diffusion() -> Any:
-    """Stable Diffusion 1."""
     return diffusers.StableDiffusionPipeline(
         unet=unet(
             block_out_channels=(4, 8),
@@ -154,7 +151,6 @@ def sd3() -> Any:
 
 
 def wan() -> Any:
-    """Wan: a transformer for videos, and UMT5."""
     transformer = diffusers.WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
@@ -184,7 +180,6 @@ def wan() -> Any:
 
 
 def flux() -> Any:
-    """Flux: a transformer, CLIP and T5."""
     transformer = diffusers.FluxTransformer2DModel(
         patch_size=1,
         in_channels=4,
@@ -240,7 +235,6 @@ def saved(folder: Path, name: str, **arguments: Any) -> Path:
 
 
 def models(pipeline: Any) -> dict[str, Any]:
-    """The models of a pipeline by name."""
     found = pipeline.components.items()
     return {name: value for name, value in found if isinstance(value, torch.nn.Module)}
 

@@ -61,12 +61,10 @@ def llama(
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint of float32."""
     return llama(tmp_path / "model")
 
 
 def load(path: Path, *, model: Any = None, timeout: float = 20.0, **options: Any) -> Any:
-    """A rank that loads to numpy arrays."""
     options = {"budget": PLENTY, "device": "host", "progress": False} | options
 
     def body(group: ThreadGroup) -> Any:

@@ -44,7 +44,6 @@ PLENTY = 10**9
 
 
 def counter(file: str, name: str) -> int:
-    """A number that the kernel counts for this process."""
     for line in Path("/proc/self", file).read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])
@@ -86,7 +85,6 @@ def steps() -> Callable[[int, int], None]:
 
 
 def load(asked: dict[str, Any]) -> dict[str, Any]:
-    """Load, and say what is there then."""
     options = {"timeout": 60.0, **asked["options"]}
     before = counter("io", "rchar")
     print("begun", flush=True)
@@ -124,7 +122,6 @@ def recovered(report: LoadReport) -> LoadReport:
 
 
 def failed(error: StreamloadError, raised_s: float) -> dict[str, Any]:
-    """What an error says."""
     return {
         "error": type(error).__name__,
         "node": error.node if isinstance(error, NodeError) else None,
@@ -178,7 +175,6 @@ def asking(out: Path, path: object, **asked: Any) -> list[str]:
 
 
 def told(out: Path) -> list[dict[str, Any]]:
-    """What the ranks wrote down, by rank."""
     files = sorted(out.glob("*.json"), key=lambda path: int(path.stem))
     return [json.loads(path.read_text()) for path in files]
 

@@ -51,7 +51,6 @@ class Process:
         return out, err
 
     def kill(self) -> None:
-        """End it, if it still runs."""
         if self.returncode is None:
             os.kill(self._pid, 9)
             self.communicate()
@@ -98,7 +97,6 @@ def run(
 
 @cache
 def _server(imported: tuple[str, ...]) -> socket.socket:
-    """Where to ask for processes of one kind."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
     command = [sys.executable, __file__, str(theirs.fileno()), *imported]
@@ -139,7 +137,6 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
 
 
 def _run(args: list[str], env: Mapping[str, str], cwd: str) -> None:
-    """Run a command as Python does."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

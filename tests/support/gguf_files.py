@@ -321,7 +321,6 @@ def write(
     more: Iterable[tuple[str, tuple[Any, ...]]] = (),
     **options: Any,  # of gguf-py's writer
 ) -> None:
-    """Write a file, or a set of files."""
     if config is not None:
         architecture = gguf.MODEL_ARCH_NAMES[architecture_of(config)]
     writer = gguf.GGUFWriter(path, architecture, **options)
@@ -345,5 +344,4 @@ def write(
 
 
 def quantized_types(tensors: Mapping[str, np.ndarray[Any, Any]], kind: str) -> dict[str, str]:
-    """The type for each matrix."""
     return {name: kind for name, array in tensors.items() if is_matrix(name, array)}

@@ -57,7 +57,6 @@ SETTINGS = {
 
 
 def tokenizer_of(family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json of a model."""
     if family == "mistral":
         files = from_gguf("x", sentencepiece_metadata())
         return files["tokenizer.json"], files["tokenizer_config.json"]
@@ -104,7 +103,6 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def write_model(
     folder: Path, family: str, *, dtype: str = "BF16", tokenizer: bool = True, **changes: Any
 ) -> Path:
-    """Write a model of random weights with its configuration and its tokenizer."""
     config, random = config_of(family, **changes), np.random.default_rng(18)
     kinds = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
     tensors = {

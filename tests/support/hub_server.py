@@ -58,7 +58,6 @@ class _HubHandler(Handler):
             Answer(status, {"ETag": None, **headers}, ranges=False, body=body)(self, b"")
 
     def send_body(self, answer: Answer, body: bytes) -> None:
-        """Send a body, but not to HEAD."""
         if self.command != "HEAD":
             super().send_body(answer, body)
 
@@ -81,8 +80,6 @@ class _SignedHandler(Handler):
 
 
 class Hub:
-    """A hub, what it was asked, and what it does wrong."""
-
     def __init__(self, site: Site, storage: Site) -> None:
         self.site, self.storage = site, storage
         self.repos: dict[str, Repo] = {}
@@ -109,7 +106,6 @@ class Hub:
         return repo
 
     def expire(self) -> None:
-        """Let all signed URLs expire."""
         self.signature = f"se-cret{int(self.signature[7:]) + 1}"
 
     def paths(self, command: str = "") -> list[str]:
@@ -122,7 +118,6 @@ class Hub:
         return [r.range for r in self.storage.requests if r.path.startswith(path)]
 
     def environment(self, home: Path) -> dict[str, str]:
-        """The environment of a process that asks this hub."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         return kept | {
             "HF_ENDPOINT": self.url,
@@ -134,7 +129,6 @@ class Hub:
         }
 
     def answer(self, path: str, sent: str | None) -> tuple[int, dict[str, str | None], bytes]:
-        """Status, headers and body for a path."""
         parts = [unquote(part) for part in urlsplit(path).path.strip("/").split("/")]
         is_api = parts[:2] == ["api", "models"]
         parts = parts[2:] if is_api else parts
@@ -201,7 +195,6 @@ def _blob_id(data: bytes) -> str:
 
 @contextmanager
 def serve_hub() -> Iterator[Hub]:
-    """Serve a hub, and its storage on another port."""
     servers = [_Server(("127.0.0.1", 0), kind) for kind in (_HubHandler, _SignedHandler)]
     with _serving(servers[0], {}) as site, _serving(servers[1], {}) as storage:
         hub = Hub(site, storage)

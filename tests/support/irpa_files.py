@@ -14,8 +14,6 @@ _SEGMENTS = ("entries", "metadata", "storage")
 
 @dataclass
 class Item:
-    """An entry."""
-
     name: bytes
     data: bytes = b""  # of a splat, the pattern
     metadata: bytes = b""
@@ -26,7 +24,6 @@ class Item:
 
 
 def said(dtype: object, shape: object, prefix: bytes = b"TENSORv0:") -> bytes:
-    """What metadata say of a tensor."""
     return prefix + json.dumps({"type": "Tensor", "dtype": dtype, "shape": shape}).encode()
 
 

@@ -20,7 +20,6 @@ CODES = {dtype.numpy: code for code, dtype in BY_CODE.items() if dtype.numpy is 
 def write(
     folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any] | None = None
 ) -> Path:
-    """A checkpoint of these arrays."""
     raw = {n: (CODES[a.dtype], a.shape, a.tobytes()) for n, a in tensors.items()}
     write_safetensors(folder / "model.safetensors", raw, align=8)
     if config is not None:

@@ -17,26 +17,22 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "use_dor
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
-    """A file of these arrays."""
     tensors = {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in arrays.items()}
     write_safetensors(path, tensors)
 
 
 def random(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
-    """Ordinary numbers."""
     values = np.random.default_rng(seed).standard_normal(shape)
     return np.asarray(values.astype(np.float32).astype(dtype))
 
 
 def adapter(folder: Path, arrays: Mapping[str, Array], **config: Any) -> Path:
-    """An adapter as peft saves one."""
     write(folder / "adapter_model.safetensors", arrays)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     return folder
 
 
 def pair(module: str, rows: int, columns: int, rank: int = 4, seed: int = 5) -> dict[str, Array]:
-    """Both factors of a module."""
     return {
         f"{BASE}{module}.lora_A.weight": random(seed, rank, columns),
         f"{BASE}{module}.lora_B.weight": random(seed + 1, rows, rank),

@@ -24,7 +24,6 @@ def lacking(reason: str, *, needed: bool = IN_CI, where: str = "in CI") -> NoRet
 
 
 def module(name: str, *, needed: bool = IN_CI, where: str = "in CI") -> ModuleType:
-    """Import a module that the test needs."""
     try:
         found = importlib.import_module(name)
         if name == "transformers":

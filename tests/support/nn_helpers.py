@@ -32,7 +32,6 @@ def quantised(format: str, rows: int, width: int, seed: int = 0) -> tuple[Arrays
 
 
 def fill(layer: QuantLinear, parts: Arrays) -> QuantLinear:
-    """Give a layer its values, as loading does."""
     for suffix, array in parts.items():
         tensor = getattr(layer, f"weight{suffix}")
         tensor.replace(Tensor(array.copy(), device=tensor.device)).realize()
@@ -42,7 +41,6 @@ def fill(layer: QuantLinear, parts: Arrays) -> QuantLinear:
 def made(
     format: str, rows: int, width: int, device: str, bias: Tensor | None = None
 ) -> tuple[QuantLinear, Array]:
-    """A layer with values, and what it decodes to."""
     parts, weight = quantised(format, rows, width)
     return fill(QuantLinear(format, width, rows, bias=bias, device=device), parts), weight
 

@@ -26,7 +26,6 @@ SHORT_S = 2.0
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait for something."""
     end = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < end, "did not come true"
@@ -34,7 +33,6 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def raised(call: Callable[[], object]) -> PeerFailedError:
-    """The error that a call must raise."""
     try:
         call()
     except PeerFailedError as error:
@@ -201,7 +199,6 @@ def loss(how: str) -> str:
 
 
 def main() -> None:
-    """One rank."""
     assert not {"torch", "mpi4py"} & set(sys.modules)
     out, how = sys.argv[1:]
     group = open_group(timeout=WAIT_S)

@@ -15,7 +15,6 @@ class Rank(Alone):
         self.rank, self.size, self._wire = rank, 2, wire
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """Put or get."""
         if data is not None:
             self._wire.put(data)
             return data

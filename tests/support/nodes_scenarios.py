@@ -44,7 +44,6 @@ def cluster(count: int, **arguments: Any) -> Iterator[Cluster]:
 
 @cache
 def _problem() -> str | None:
-    """Why there can be no hosts here."""
     try:
         Cluster(1).close()
     except (NoClusterError, NoBoxesError, OSError) as error:

@@ -75,7 +75,6 @@ def save(model: Any, folder: Path) -> Path:
 
 
 def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
-    """What a model gives for some tokens."""
     beside = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         found: torch.Tensor = model(input_ids=ids, **beside).logits

@@ -366,7 +366,6 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write what was kept."""
     if "STREAMLOAD_PEERS_RESULT" in os.environ:
         Path(os.environ["STREAMLOAD_PEERS_RESULT"]).write_text(json.dumps(_results, indent=1))
 
@@ -375,7 +374,6 @@ def pytest_sessionfinish() -> None:
 
 
 def run(mode: str, checkout: Path, result: Path, arguments: list[str]) -> int:
-    """Run pytest in the checkout with this plugin."""
     with tempfile.TemporaryDirectory() as temporary:
         paths = [_HERE.parent, _HERE.parent.parent, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {

@@ -36,7 +36,6 @@ def checkpoint_of(
 
 
 def wants_of(checkpoint: Checkpoint, **changes: Any) -> list[TensorRequest]:
-    """Every tensor of a checkpoint as it is there."""
     return [
         TensorRequest(
             info.name,

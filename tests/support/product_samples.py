@@ -72,7 +72,6 @@ class Matrix:
 
 
 def bits(x: float) -> int:
-    """The bits of a float32."""
     return int.from_bytes(struct.pack("<f", x), "little")
 
 

@@ -39,7 +39,6 @@ class Gpu:
         self.address, self.nbytes = address.value, nbytes
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call the driver."""
         CONTEXT.check(getattr(self._driver.slow, name)(*arguments), name)
 
     def put(self, at: int, data: Bits) -> None:
@@ -50,7 +49,6 @@ class Gpu:
         self.call("cuStreamSynchronize", None)
 
     def get(self, at: int, nbytes: int) -> Bits:
-        """Copy from the device."""
         assert at + nbytes <= self.nbytes
         out = np.empty(nbytes, np.uint8)
         self.call("cuMemcpyDtoHAsync_v2", out.ctypes.data, self.address + at, nbytes, None)
@@ -58,7 +56,6 @@ class Gpu:
         return out
 
     def launch(self, handle: int, grid: int, arguments: tuple[int, ...]) -> None:
-        """Begin a kernel."""
         count = len(arguments)
         values = (ctypes.c_uint64 * count)(*arguments)
         begin = ctypes.addressof(values)
@@ -90,5 +87,4 @@ class Gpu:
         return elapsed.value * 1000
 
     def close(self) -> None:
-        """Give the memory back."""
         self.call("cuMemFree_v2", self.address)

@@ -35,7 +35,6 @@ def shaped(name: str, x: Array) -> Array:
 
 
 def fitting(name: str, count: int = 500, *, non_finite: bool = True) -> Iterator[Sample]:
-    """Samples that a format can hold."""
     for sample in samples(count, columns=columns_of(name), non_finite=non_finite):
         yield sample._replace(x=shaped(name, sample.x))
 

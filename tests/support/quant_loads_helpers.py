@@ -65,5 +65,4 @@ def load(path: Path, **options: Any) -> streamload.LoadReport:
 
 
 def found_in(report: streamload.LoadReport) -> dict[str, bytes]:
-    """The bytes of each tensor of a load to the host."""
     return {name: tensor.tobytes() for name, tensor in report.state_dict.items()}

@@ -25,7 +25,6 @@ KERNELS = [(name, src) for name in NAMES for src in SOURCES]
 
 
 def there(name: str) -> Any:
-    """A format as CUDA computes it."""
     form: Any = SCHEMES[name]
     return replace(form, arithmetic="cuda") if isinstance(form, FourBit) else form
 

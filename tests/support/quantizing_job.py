@@ -17,7 +17,6 @@ WAYS = {
 
 
 def load(path: str, way: str) -> Callable[[], dict[str, Any]]:
-    """Load by one of `WAYS`, or with ``quant=`` by "quant, " and the name of a format."""
     import torch
     import transformers
 

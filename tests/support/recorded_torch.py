@@ -118,7 +118,6 @@ class RecordedBulk:
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
-        """Make the calls."""
         device = self._device
         device.note("run", len(reads))
         if not 0 <= busy <= len(slots):
@@ -166,7 +165,6 @@ class RecordedBulk:
             return self._device.stagings[number - 1]
 
     def _failed(self, error: BaseException) -> int:
-        """The status for what was injected."""
         if not isinstance(error, DeviceError):
             self._mine.raised = error
         return self.status

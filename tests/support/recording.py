@@ -69,8 +69,6 @@ class RecordedBuffer:
 
 @dataclass(eq=False)
 class Copy:
-    """A copy that was asked for, and what staging held then."""
-
     staging: RecordedStaging
     start: int
     stop: int
@@ -89,7 +87,6 @@ class RecordedStaging:
     closed: bool = False
 
     def close(self) -> None:
-        """Give it back."""
         device = self.device
         with device.lock:
             if self.closed:
@@ -156,7 +153,6 @@ class RecordingDevice:
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is."""
         return DeviceInfo(
             self.name,
             "recording",
@@ -174,7 +170,6 @@ class RecordingDevice:
 
     @contextmanager
     def _bytes(self, buffer: Any) -> Iterator[memoryview]:
-        """All bytes of a buffer, without a record."""
         with memoryview(buffer.data) as view:
             yield view
 
@@ -202,14 +197,12 @@ class RecordingDevice:
     # --- what a stream asks of it ---
 
     def note(self, operation: str, detail: object) -> None:
-        """Record an operation, and raise if it is to fail."""
         with self.lock:
             self.events.append((operation, detail))
         self.watch(operation)
         self.faults.pass_by(operation)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """Allocate memory that holds `FILL`."""
         nbytes = dtype.nbytes(math.prod(shape))
         self.note("allocate", nbytes)
         buffer = self._make(dtype, shape)
@@ -231,7 +224,6 @@ class RecordingDevice:
             yield part
 
     def staging(self, nbytes: int) -> Staging:
-        """Host memory."""
         self.note("staging", nbytes)
         staging = RecordedStaging(self, memoryview(bytearray(nbytes)))
         with self.lock:
@@ -256,7 +248,6 @@ class RecordingDevice:
         return RecordedTicket(self, (copy,))
 
     def some_of(self, copies: list[Copy]) -> list[Copy]:
-        """A few of them, in any order."""
         return self.random.sample(copies, self.random.randint(0, len(copies)))
 
     def finish(self, copy: Copy) -> None:
@@ -277,11 +268,9 @@ class RecordingDevice:
 
     @property
     def bulk(self) -> Any:
-        """None: each copy is recorded."""
         return None
 
     def cast_copy(self, source: StagedElements, buffer: Any, offset: int, dst: DType) -> None:
-        """Widen and narrow with numpy."""
         start, nbytes = source.start, source.nbytes
         self.note("cast_copy", (start, nbytes, offset))
         with np.errstate(all="ignore"):
@@ -291,12 +280,10 @@ class RecordingDevice:
             self._write(buffer, offset, data)
 
     def read(self, buffer: Any, start: int, stop: int) -> bytes:
-        """Read back."""
         with self._bytes(buffer) as view:
             return bytes(view[start:stop])
 
     def release(self, buffer: Any) -> None:
-        """Let go of the memory."""
         key = self._key(buffer)
         if any(self._key(copy.buffer) == key for copy in self.pending):
             self.wrongs.append("a buffer was released under a copy")
@@ -311,11 +298,9 @@ class RecordingDevice:
         """Copies are made by their tickets."""
 
     def allocated_nbytes(self) -> int | None:
-        """Bytes of what was allocated here and not released."""
         return sum(self.live.values())
 
     def counters(self) -> Mapping[str, int]:
-        """None."""
         return {}
 
     def check_ended(self) -> None:
@@ -331,7 +316,6 @@ class RecordingFramework:
     name = "recording"
 
     def tensor(self, device: Any, buffer: RecordedBuffer, dtype: DType, shape: Any) -> Any:
-        """The buffer itself."""
         return buffer
 
 

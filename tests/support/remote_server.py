@@ -35,12 +35,10 @@ MTIME = 1_700_000_000
 
 @lru_cache
 def etag(content: bytes) -> str:
-    """What a file is called that has this content."""
     return hashlib.sha256(content).hexdigest()[:8]
 
 
 def modified(content: bytes) -> str:
-    """When a file was made that has this content."""
     return email.utils.formatdate(MTIME + int(etag(content), 16) % 10**6, usegmt=True)
 
 
@@ -114,7 +112,6 @@ class Handler(RangeHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Note the request, and do what was planned for it."""
         site = self.server.site
         port = self.client_address[1]
         with site.lock:
@@ -183,8 +180,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class Site:
-    """What a server serves and how, and what it was asked."""
-
     def __init__(self, url: str, files: Mapping[str, bytes]) -> None:
         self.url = url
         self.files = dict(files)  # by path, from "/" on
@@ -196,11 +191,9 @@ class Site:
         self.stopped = threading.Event()
 
     def asked(self, path: str) -> list[tuple[int, int] | None]:
-        """The ranges of a file that it was asked for."""
         return [request.range for request in self.requests if request.path == path]
 
     def wait_until_left(self) -> None:
-        """Wait until no connection is open."""
         with self.lock:
             assert self.lock.wait_for(lambda: not self.open_connections, timeout=10)
 
@@ -211,7 +204,6 @@ class _Proxy(Handler):
     server: _TlsServer
 
     def do_CONNECT(self) -> None:
-        """Become the server that is asked for."""
         self.send_response(200)
         self.end_headers()
         self.close_connection = True
@@ -235,7 +227,6 @@ def tls_proxy(certificate: Path, key: Path) -> Iterator[tuple[str, Site]]:
 
 @contextmanager
 def serve(files: Mapping[str, bytes] | Path) -> Iterator[Site]:
-    """Serve files, by their paths from "/" on, or those of a folder."""
     if isinstance(files, Path):
         files = {f"/{path.name}": path.read_bytes() for path in files.iterdir() if path.is_file()}
     with _serving(_Server(("127.0.0.1", 0), Handler), files) as site:
@@ -268,7 +259,6 @@ class RawSite:
 
     @property
     def url(self) -> str:
-        """Of its root, with a slash."""
         return f"http://127.0.0.1:{self.port}/"
 
 
@@ -323,7 +313,6 @@ class Drip:
 
 
 def make_certificate(folder: Path, host: str, kind: str = "DNS") -> tuple[Path, Path]:
-    """A certificate of a host, signed by itself, and its key."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     if shutil.which("openssl") is None:
         needs.lacking("openssl is not installed")
@@ -375,6 +364,5 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def site(folder: Path) -> Iterator[Site]:
-    """A server of a test's folder."""
     with serve(folder) as served:
         yield served

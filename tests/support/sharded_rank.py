@@ -36,7 +36,6 @@ def model() -> nn.Module:
 
 
 def read_nbytes() -> int:
-    """What this process has read by calls."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
 
@@ -106,7 +105,6 @@ def fsdp(path: Path, *, there: bool) -> None:
 
 
 def both(path: Path, *, there: bool) -> None:
-    """FSDP2 over tensor parallelism."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     made = model()
     styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -155,7 +153,6 @@ CASES: dict[str, Any] = {
 
 
 def main() -> None:
-    """Run one case."""
     case, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

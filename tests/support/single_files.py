@@ -33,7 +33,6 @@ _MIDDLE = re.compile(r"mid_block\.(resnets|attentions)\.(\d)\.(.*)")
 
 
 def _renamed(name: str, parts: Mapping[str, str]) -> str:
-    """A name with its first part, or parts, replaced."""
     for old, new in parts.items():
         if name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -188,7 +187,6 @@ def sd3(model: Any, prefix: str = "model.diffusion_model.") -> State:
 
 
 def flux(model: Any, prefix: str = "") -> State:
-    """Flux's transformer."""
     state, out = model.state_dict(), {}
     embed = "time_text_embed"
     names = {
@@ -247,7 +245,6 @@ def flux_of_width(width: int) -> dict[str, Any]:
 
 
 def wan(model: Any, prefix: str = "") -> State:
-    """Wan's transformer."""
     pairs = {
         "condition_embedder.time_embedder.linear_1": "time_embedding.0",
         "condition_embedder.time_embedder.linear_2": "time_embedding.2",

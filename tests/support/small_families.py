@@ -44,7 +44,6 @@ class Family:
 
 
 def small(config_class: Any, sizes: Mapping[str, Any]) -> Any:
-    """A configuration whose sizes are small, and so those of the configurations in it."""
     default = config_class()
     known = default.to_dict()
     given = {
@@ -102,7 +101,6 @@ def _both(config: Any) -> dict[str, Any]:
 
 
 def _image(config: Any) -> dict[str, Any]:
-    """Two images."""
     return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)}
 
 

@@ -40,7 +40,6 @@ class Listing:
     """Lists a bucket as S3 and Google Cloud Storage do, two objects to a page."""
 
     def __call__(self, handler: Handler, content: bytes) -> None:
-        """Answer a request for a page."""
         query = {k: v[0] for k, v in parse_qs(handler.path.partition("?")[2]).items()}
         files = handler.server.site.files
         keys = sorted(path.removeprefix(BUCKET + "/") for path in files)

@@ -23,7 +23,6 @@ class Job:
             self._model = nn.ModuleList([nn.Linear(n, m, bias=False) for m, n in shapes])
 
     def __call__(self) -> dict[str, Any]:
-        """Load."""
         try:
             report = streamload.load_state_dict(
                 self._model, self._path, device="cpu", progress=False, **self._options

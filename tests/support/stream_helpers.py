@@ -25,8 +25,6 @@ from streamload.streaming.state import StreamStats, Transfer
 
 @dataclass(slots=True)
 class Run:
-    """One stream into recording devices."""
-
     checkpoint: Checkpoint
     plan: Plan
     devices: dict[str, RecordingDevice]
@@ -39,7 +37,6 @@ class Run:
         progress: Callable[[int], None] = lambda nbytes: None,
         opener: Opener = open_shard,
     ) -> StreamStats:
-        """Stream, the way a load does."""
         self.target.begin_all()
         transfer = Transfer(
             *(self.plan, self.checkpoint, self.devices, self.changes, opener), progress=progress
@@ -47,7 +44,6 @@ class Run:
         return stream(transfer, self.target, self.ledger)
 
     def loaded(self) -> dict[str, RecordedBuffer]:
-        """The buffers that are finished, by name."""
         return self.target.state_dict
 
     def check_ended(self) -> None:

@@ -34,7 +34,6 @@ def slices(folder: Path, name: str) -> dict[str, Any]:
 
 
 def tokens(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a model generates, and the scores of each token."""
     ids = torch.arange(1, 9)[None]
     options = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     found = model.generate(ids, max_new_tokens=NEW, **options)
@@ -75,7 +74,6 @@ def generated(folder: Path, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Load every model."""
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

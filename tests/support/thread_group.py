@@ -28,8 +28,6 @@ def _unwatched(rank: int, operation: str) -> None:
 
 @dataclass(eq=False)
 class World:
-    """The ranks, and what befalls them."""
-
     size: int  # how many ranks there are
     timeout_s: float = 10.0  # of a collective
     watch: Watch = _unwatched  # told of every call
@@ -59,7 +57,6 @@ class World:
                 world.kill(members.index(rank), silent=silent)
 
     def stop_store(self) -> None:
-        """The store answers nobody any more."""
         self.gone.set()
 
     def close(self) -> None:
@@ -79,7 +76,6 @@ class World:
             raise lost("was lost", rank)
 
     def together(self, rank: int, number: int, data: bytes) -> list[bytes]:
-        """Everyone's bytes, when all are there."""
         until = time.monotonic() + self.timeout_s
         with self.changed:
             self.said.setdefault(number, {})[rank] = data
@@ -112,16 +108,13 @@ class ThreadGroup:
         self._inside = threading.Lock()
 
     def set(self, key: str, value: bytes) -> None:
-        """See `Store.set`."""
         self.world.enter(self.rank, "set")
         self.world.store.set(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """See `Store.get`."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Store.get_many`."""
         self.world.enter(self.rank, "get")
         return self.world.store.get_many(keys)
 
@@ -145,39 +138,31 @@ class ThreadGroup:
         return [said[2] for said in found]
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """See `Group.allgather`."""
         return self._collective("allgather", data)
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """See `Group.broadcast`."""
         return self._collective("broadcast", sent(data, root, self))[root]
 
     def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
-        """See `Group.all_gather_into`."""
         check_blocks(mine, out, self.size)
         blocks = self._collective("all_gather_into", bytes(mine))
         assert len({len(block) for block in blocks}) == 1, "blocks of different lengths"
         out[:] = b"".join(blocks)
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """See `Group.all_gather_begin`: as an engine does that has no threads of its own."""
         return lambda: self.all_gather_into(mine, out)
 
     def close(self, failed: bool = False) -> None:
-        """See `Group.close`."""
         self.world.closed.add(self.rank)
 
 
 @dataclass(frozen=True)
 class ThreadMeeting:
-    """See `streamload.distributed.group.Meeting`: in the world's memory, for those not lost."""
-
     world: World
     rank: int
     size: int
 
     def first(self, key: str, value: str) -> str:
-        """See `Meeting.first`."""
         self.world.enter(self.rank, "first")
         with self.world.changed:
             found = self.world.store.get(f"meeting/{key}")
@@ -187,13 +172,11 @@ class ThreadMeeting:
         return found.decode()
 
     def find(self, keys: Sequence[str]) -> list[str | None]:
-        """See `Meeting.find`."""
         self.world.enter(self.rank, "find")
         found = self.world.store.get_many([f"meeting/{key}" for key in keys])
         return [None if value is None else value.decode() for value in found]
 
     def among(self, members: Sequence[int]) -> ThreadMeeting:
-        """See `Meeting.among`."""
         key = tuple(members)
 
         def watch(rank: int, operation: str) -> None:
@@ -206,7 +189,6 @@ class ThreadMeeting:
         return ThreadMeeting(world, members.index(self.rank), len(members))
 
     def open(self, timeout: float) -> ThreadGroup:
-        """See `Meeting.open`."""
         return self.world.groups[self.rank]
 
 
@@ -252,7 +234,6 @@ def run(world: World, body: Callable[[ThreadGroup], Any], *, main: int | None = 
 
 @contextmanager
 def ending(world: World) -> Iterator[World]:
-    """A world, closed at the end."""
     try:
         yield world
     finally:

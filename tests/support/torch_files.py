@@ -10,19 +10,16 @@ from pathlib import Path
 
 
 def integer(number: int) -> bytes:
-    """The opcode that pushes an integer."""
     raw = number.to_bytes((number.bit_length() + 8) // 8, "little", signed=True)
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
 def text(value: str) -> bytes:
-    """The opcode that pushes a string."""
     raw = value.encode()
     return b"X" + struct.pack("<I", len(raw)) + raw
 
 
 def tuple_of(*items: bytes) -> bytes:
-    """Opcodes of a tuple."""
     return b"(" + b"".join(items) + b"t"
 
 
@@ -38,7 +35,6 @@ def tensor(
     offset: int = 0,
     of: bytes = b"",
 ) -> bytes:
-    """Opcodes of a tensor."""
     numbers = (tuple_of(*map(integer, each)) for each in (shape, strides))
     hooks = b"ccollections\nOrderedDict\n)R"
     arguments = tuple_of(of or storage(), integer(offset), *numbers, b"\x89", hooks)
@@ -46,12 +42,10 @@ def tensor(
 
 
 def pickle_of(body: bytes) -> bytes:
-    """A pickle of one object."""
     return b"\x80\x02" + body + b"."
 
 
 def state_dict(**tensors: bytes) -> bytes:
-    """A pickle of tensors by name."""
     pairs = b"".join(text(name) + value for name, value in tensors.items())
     return pickle_of(b"}(" + pairs + b"u")
 
@@ -89,6 +83,5 @@ def legacy(
 
 
 def write(path: Path, data: bytes) -> Path:
-    """Write a file; gives its path."""
     path.write_bytes(data)
     return path

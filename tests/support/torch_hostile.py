@@ -43,19 +43,15 @@ def refused(path: Path) -> CheckpointError:
 
 
 class _Runs:
-    """Its pickle runs a command."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("echo run >/dev/null",)
 
 
 def named(module: str, name: str) -> bytes:
-    """Opcode of a global."""
     return f"c{module}\n{name}\n".encode()
 
 
 def called(module: str, name: str, *arguments: bytes) -> bytes:
-    """Opcodes of a call."""
     return named(module, name) + tuple_of(*arguments) + b"R"
 
 

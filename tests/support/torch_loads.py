@@ -13,14 +13,12 @@ torch = needs.module("torch")
 
 
 def bits(tensor: Any) -> tuple[Any, ...]:
-    """Dtype, shape and bytes."""
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
     raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return tensor.dtype, tuple(tensor.shape), raw
 
 
 def empty_like(expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors to be filled."""
     return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in expected.items()}
 
 

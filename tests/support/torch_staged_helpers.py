@@ -100,7 +100,6 @@ class Made:
 
 
 def write(folder: Path, *, shards: int = 1, dtype: str = "float32") -> Made:
-    """Write a checkpoint for the net."""
     new = values(_NEW_SEED, Net().state_dict())
     new = {
         name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -144,7 +143,6 @@ class Staged:
     target: ModelTarget
 
     def go(self, progress: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Stream, the way a load does."""
         self.target.begin_all()
         devices = {self.device.name: self.device}
         stream(
@@ -256,7 +254,6 @@ class OddError(Exception):
 
 
 def fault(operation: str, odd: bool) -> BaseException:
-    """What such an operation raises."""
     if odd:
         return OddError(operation)
     if operation in ("allocate", "staging"):

@@ -88,12 +88,10 @@ def saved(folder: Path, name: str, dtype: Any = torch.float32, **changes: Any) -
 
 
 def load(path: Path | str, **arguments: Any) -> Any:
-    """Load with streamload, on the CPU."""
     return ours.from_pretrained(path, **{"device": "cpu", "progress": False, **arguments})
 
 
 def reference(path: Path, name: str, **arguments: Any) -> Any:
-    """Load with transformers alone."""
     return getattr(transformers, MODELS[name][0]).from_pretrained(path, **arguments)
 
 
@@ -105,13 +103,11 @@ def tensors_of(model: Any) -> dict[str, Any]:
 
 
 def raw(tensor: Any) -> bytes:
-    """A tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """Change the tensors of a checkpoint in one file."""
     path = folder / "model.safetensors"
     tensors = change(st.load_file(path))
     st.save_file({k: v.clone() for k, v in tensors.items()}, path, metadata={"format": "pt"})

@@ -53,7 +53,6 @@ def rewrite(folder: Path, change: Callable[[str, Any], Mapping[str, Any]], **con
 
 
 def in_fp8(weight: Any, tall: int, wide: int) -> tuple[Any, Any]:
-    """A matrix in blocks of FP8, and the scales of the blocks."""
     rows, columns = weight.shape
     scales = torch.zeros(-(-rows // tall), -(-columns // wide))
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
@@ -113,12 +112,10 @@ def mxfp4(folder: Path) -> None:
 
 
 def reference(path: Path, **arguments: Any) -> Any:
-    """Load with transformers alone."""
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", **arguments)
 
 
 def logits(model: Any) -> Any:
-    """Of some tokens."""
     with torch.no_grad():
         return model(torch.arange(24).reshape(2, 12)).logits
 
@@ -130,7 +127,6 @@ def same_modules(found: Any, expected: Any) -> None:
 
 
 def raw(tensor: Any) -> tuple[Any, Any, bytes]:
-    """Dtype, shape and bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return tensor.dtype, tuple(tensor.shape), bytes(flat.numpy())
 
@@ -145,8 +141,6 @@ OWN: dict[str, Make] = {
 
 
 def by_transformers(make: Callable[[], Any], **changes: Any) -> Make:
-    """A checkpoint that transformers quantises and saves."""
-
     def made(folder: Path) -> None:
         plain(folder / "plain", **changes)
         model = reference(folder / "plain", quantization_config=make(), device_map="cpu")
@@ -157,13 +151,10 @@ def by_transformers(make: Callable[[], Any], **changes: Any) -> Make:
 
 
 def bitsandbytes(**config: Any) -> Make:
-    """A checkpoint that bitsandbytes made."""
     return by_transformers(lambda: transformers.BitsAndBytesConfig(**config))
 
 
 def torchao(name: str, **config: Any) -> Make:
-    """A checkpoint that torchao made."""
-
     def make() -> Any:
         quantization = importlib.import_module("torchao.quantization")
         return transformers.TorchAoConfig(getattr(quantization, name)(**config))
@@ -172,8 +163,6 @@ def torchao(name: str, **config: Any) -> Make:
 
 
 def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Make:
-    """A checkpoint that compressed-tensors made."""
-
     def make(folder: Path) -> None:
         from compressed_tensors.compressors import ModelCompressor
         from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config

@@ -41,7 +41,6 @@ def gpt2(folder: Path, dtype: Any = torch.bfloat16) -> None:
 
 
 def make(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
-    """A small model of a class."""
     if name == "GPT2":
         gpt2(folder, dtype)
     else:
@@ -49,5 +48,4 @@ def make(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
 
 
 def error(found: Any, expected: Any) -> float:
-    """Of the root mean square."""
     return float((found.float() - expected.float()).norm() / expected.float().norm())

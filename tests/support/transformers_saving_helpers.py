@@ -13,5 +13,4 @@ transformers = needs.module("transformers")
 
 
 def said_in(folder: Path) -> Any:
-    """The quantization_config of config.json."""
     return json.loads((folder / "config.json").read_text()).get("quantization_config")

@@ -23,7 +23,6 @@ TOKENS = 12
 
 
 def engine(load_format: str, path: str, **arguments: Any) -> Any:
-    """An engine in this process."""
     from vllm import LLM
 
     return LLM(

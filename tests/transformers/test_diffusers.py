@@ -34,12 +34,10 @@ from streamload.errors import (  # noqa: E402
 
 
 def ours(path: Any, **arguments: Any) -> Any:
-    """Load with streamload, on the CPU."""
     return streamload.diffusers.from_pretrained(path, device="cpu", progress=False, **arguments)
 
 
 def raw(tensor: Any) -> bytes:
-    """A tensor's bytes."""
     flat: bytes = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return flat
 
@@ -100,7 +98,6 @@ def test_patterns_of_dtypes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_draws_the_same(tmp_path: Path, name: str) -> None:
-    """The same class, the same bits, and for a prompt and a seed the same image."""
     folder = saved(tmp_path, name)
     found = streamload.diffusers.from_pretrained(folder, budget="12MB")
     expected = diffusers.DiffusionPipeline.from_pretrained(str(folder))
@@ -308,7 +305,6 @@ def test_weights_that_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_options_of_other_loads_are_refused(tmp_path: Path) -> None:
-    """diffusers would ignore them."""
     folder = saved(tmp_path, "Stable Diffusion")
     for name, value in (("strict", False), ("tokens", 5), ("layers", "*")):
         with pytest.raises(ValueError, match=f"^{name} is no option here: leave it out$"):

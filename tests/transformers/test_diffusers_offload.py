@@ -44,7 +44,6 @@ def offloaded(path: Any, budget: int, **arguments: Any) -> Any:
 
 
 def resident(path: Any, **arguments: Any) -> Any:
-    """Load with streamload, on the CPU."""
     return streamload.diffusers.from_pretrained(path, device="cpu", progress=False, **arguments)
 
 
@@ -196,7 +195,6 @@ def test_parts_of_models_called_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_a_pipeline_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    """Nothing has changed after it; what changes nothing is no error."""
     folder = saved(tmp_path, "Stable Diffusion")
     pipeline = offloaded(folder, 400_000)
     expected = small(pipeline)

@@ -89,7 +89,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def given(kind: str) -> dict[str, Any]:
-    """What a model computes with."""
     text = {"input_ids": torch.tensor([[5, 17, 3, 42, 8]])}
     image = {"pixel_values": torch.arange(3 * 32 * 32).reshape(1, 3, 32, 32) / 3072}
     audio = {"input_features": torch.arange(8 * 32).reshape(1, 8, 32) / 256}
@@ -143,8 +142,6 @@ class Linears(torch.nn.Module):  # type: ignore[misc]
     """A GPT-2 whose layers are Linear, as nanoGPT's are."""
 
     class Block(torch.nn.Module):  # type: ignore[misc]
-        """One layer."""
-
         def __init__(self, dim: int, heads: int) -> None:
             super().__init__()
             linear = torch.nn.Linear
@@ -175,7 +172,6 @@ class Linears(torch.nn.Module):  # type: ignore[misc]
         self.lm_head = torch.nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: Any) -> Any:
-        """The logits."""
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
         for block in self.h:
             x = block(x)

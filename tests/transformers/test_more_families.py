@@ -68,7 +68,6 @@ def arguments(cell: str, **names: Any) -> dict[str, Any]:
 
 
 def reference(name: str, path: Path) -> Any:
-    """What transformers loads."""
     return getattr(transformers, FAMILIES[name].class_name).from_pretrained(path)
 
 
@@ -89,7 +88,6 @@ def computed(name: str, model: Any) -> dict[str, Any]:
 
 
 def flat(found: Any) -> Iterator[Any]:
-    """The tensors in what a model gives."""
     if torch.is_tensor(found):
         yield found
     elif isinstance(found, dict):
@@ -143,7 +141,6 @@ def test_a_family_loads(folder: Callable[[str], Path], name: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", EACH)
 def test_a_family_is_quantized(folder: Callable[[str], Path], name: str, format: str) -> None:
-    """Each module computes, in each of its uses, what one with the dequantised weights does."""
     path, said = folder(name), row(name)["quant"]
     expected = reference(name, path)
     if said == NOTHING_TO_QUANTIZE:

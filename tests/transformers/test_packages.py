@@ -85,7 +85,6 @@ def test_a_converted_sentence_transformer(sentences: Path, tmp_path: Path) -> No
 
 
 def test_inside_streamed_every_class_streams(tmp_path: Path) -> None:
-    """Auto classes and classes, with their own arguments; afterwards they are as they were."""
     folder = saved(tmp_path, "bert", torch.bfloat16)
     before = transformers.PreTrainedModel.__dict__["from_pretrained"]
     with streamed(budget="5MB", dtype="float32"):

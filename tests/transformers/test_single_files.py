@@ -38,7 +38,6 @@ PROJECTED = transformers.CLIPTextModelWithProjection
 
 
 def ours(path: Any, **arguments: Any) -> Any:
-    """Load with streamload, on the CPU."""
     return streamload.diffusers.from_pretrained(path, device="cpu", progress=False, **arguments)
 
 
@@ -52,7 +51,6 @@ def random(model: Any) -> Any:
 
 
 def stable_diffusion() -> tuple[Any, files.State]:
-    """A pipeline, and what its single file holds."""
     pipe = diffusion.stable_diffusion()
     text = files.text(random(pipe.text_encoder), "cond_stage_model.transformer.")
     return pipe, files.unet(random(pipe.unet)) | files.vae(random(pipe.vae)) | text
@@ -92,13 +90,11 @@ def saved(folder: Path, made: tuple[Any, files.State]) -> tuple[Path, Path]:
 
 
 def states(pipe: Any) -> dict[str, Any]:
-    """The tensors of all models of a pipeline."""
     models = diffusion.models(pipe).items()
     return {f"{n}.{key}": t for n, model in models for key, t in model.state_dict().items()}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same tensors, bit for bit."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]), name
@@ -314,7 +310,6 @@ def test_a_broken_model_is_not_replaced(tmp_path: Path) -> None:
 def test_values_that_a_conversion_computes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tensor and the operation are named."""
     model = random(diffusion.wan().transformer)
     model.save_config(tmp_path)
     st.save_file(files.wan(model), tmp_path / "wan.safetensors")

@@ -44,7 +44,6 @@ UP = "model.layers.0.mlp.up_proj"
 
 
 def logits(model: Any) -> Any:
-    """A model's logits."""
     with torch.no_grad():
         return model(IDS).logits
 
@@ -122,7 +121,6 @@ def test_mixtures_of_each_family(tmp_path: Path, model_type: str, dtype: str | N
 
 
 def test_patterns_choose(mixed: Path) -> None:
-    """The first pattern that matches decides."""
     kinds = held(load(mixed, quant={"*lm_head*": None, "*": "stored"}))
     assert len(kinds) == 14 and "lm_head.weight" not in kinds
     model = load(mixed, quant={"*.mlp.*": "stored"})
@@ -133,7 +131,6 @@ def test_patterns_choose(mixed: Path) -> None:
 
 
 def test_floats_of_the_file_stay_floats(tmp_path: Path) -> None:
-    """Weights that are not in blocks are cast as without ``quant=``."""
     model = small_model("llama")
     tensors = tensors_of(model)
     types = {n: "Q5_1" for n in quantized_types(tensors, "") if "ffn" in n}
@@ -300,7 +297,6 @@ def test_blocks_stay_in_mapped_files(mixed: Path) -> None:
 
 
 def test_models_are_copied_moved_and_dequantised(mixed: Path) -> None:
-    """As those of other formats."""
     model = load(mixed, quant="stored", dtype="float32")
     expected, plain = logits(model), load(mixed, dtype="float32")
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
@@ -316,7 +312,6 @@ def test_models_are_copied_moved_and_dequantised(mixed: Path) -> None:
 
 
 def test_what_is_saved_is_opened_and_offloaded(mixed: Path, tmp_path: Path) -> None:
-    """By streamload, with the same types and bytes."""
     model = load(mixed, quant="stored")
     model.save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -346,7 +341,6 @@ def test_blocks_that_a_conversion_keeps_are_opened(mixed: Path, tmp_path: Path) 
 
 
 def test_a_conversion_keeps_blocks_and_quantises_floats(tmp_path: Path) -> None:
-    """Of one file."""
     tensors, path = tensors_of(model := small_model("llama")), tmp_path / "model.gguf"
     types = {n: "Q5_1" for n in quantized_types(tensors, "") if "ffn" in n}
     write(path, tensors, types, config=model.config)
@@ -396,7 +390,6 @@ def test_blocks_of_equal_size_are_not_confused(tmp_path: Path) -> None:
 
 
 def test_writes_name_the_line_to_write(tmp_path: Path) -> None:
-    """For types that nothing here quantises to; that line works."""
     mixed = tmp_path / "q3_k.gguf"
     write_model(mixed, lambda _: "Q3_K")
     model = load(mixed, quant="stored")
@@ -419,7 +412,6 @@ def test_writes_name_the_line_to_write(tmp_path: Path) -> None:
 
 
 def test_blocks_that_can_be_quantised_are_written(tmp_path: Path) -> None:
-    """Q8_0, as after ``quant="q8_0"``."""
     write_model(tmp_path / "model.gguf", lambda _: "Q8_0")
     linear = load(tmp_path / "model.gguf", quant="stored").get_submodule(UP)
     linear.weight = torch.nn.Parameter(torch.ones_like(linear.weight))
@@ -427,7 +419,6 @@ def test_blocks_that_can_be_quantised_are_written(tmp_path: Path) -> None:
 
 
 def test_without_blocks_it_is_refused(mixed: Path, tmp_path: Path) -> None:
-    """By what the checkpoint has instead, in loads and plans."""
     path = tmp_path / "plain.gguf"
     write(path, tensors_of(small_model("llama")), config=small_model("llama").config)
     load(mixed, quant="stored").save_pretrained(tmp_path / "own")
@@ -476,7 +467,6 @@ def test_an_embedding_of_blocks_is_no_parameter(mixed: Path, quant: str | None) 
 def test_a_load_that_was_interrupted_is_completed_by_the_same_call(
     tmp_path: Path, kind: str, finished: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules were replaced, and not all were filled: they are known as what they will hold."""
     made = write_model(tmp_path / "m.gguf", lambda name: kind)
     expected, model = (copy.deepcopy(made).to(place) for _ in range(2))
     given: dict[str, Any] = {"quant": "stored", "device": "cpu", "progress": False}

@@ -59,17 +59,14 @@ def repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def of(module: str, name: str) -> Any:
-    """Something of the repository."""
     return getattr(importlib.import_module(module), name)
 
 
 def noise(*shape: int) -> Tensor:
-    """The same numbers each time."""
     return Tensor(np.random.default_rng(0).standard_normal(shape, np.float32))
 
 
 def text(ids: Any = IDS) -> Tensor:
-    """Tokens."""
     return Tensor(ids)
 
 
@@ -81,7 +78,6 @@ def llama(**others: Any) -> Any:
 
 
 def mixture(module: str, *sizes: int) -> Any:
-    """The experts of an example."""
     return functools.partial(of(module, "MixtureFeedForward"), *sizes)
 
 
@@ -127,13 +123,11 @@ def unet() -> Any:
 
 
 def autoencoder() -> Any:
-    """SDXL's, small."""
     sizes = {"ch": 32, "in_ch": 3, "out_ch": 3, "z_ch": 4, "num_res_blocks": 1, "resolution": 32}
     return of("examples.sdxl", "FirstStageModel")(**sizes, ch_mult=[1, 2])
 
 
 def resnet(size: int, *classes: int) -> Any:
-    """Of a size that tinygrad has."""
     return of("extra.models.resnet", "ResNet")(size, *classes)
 
 
@@ -157,13 +151,11 @@ class Theirs:
 
 
 def of_transformers(name: str, sizes: dict[str, Any]) -> Callable[[], Any]:
-    """A model with random weights."""
     model_class = getattr(transformers, name)
     return lambda: model_class(model_class.config_class(**sizes))
 
 
 def ids(found: Any = IDS) -> Any:
-    """Tokens for torch."""
     return torch.tensor(found)
 
 

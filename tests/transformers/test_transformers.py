@@ -83,7 +83,6 @@ def test_gives_what_transformers_gives(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_float16_is_the_reference_cast(tmp_path: Path, name: str) -> None:
-    """Asked for float16, weights are cast as the reference does, and as transformers does."""
     saved(tmp_path, name, torch.bfloat16)
     found = load(tmp_path, dtype="float16")
     assert_same(found, reference(tmp_path, name, dtype=torch.float16))
@@ -182,7 +181,6 @@ def test_tied_weights_are_loaded_once(tmp_path: Path) -> None:
 
 
 def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path) -> None:
-    """Where the embedding is missing and the head is there, both are the head."""
     folder = saved(tmp_path, "llama-tied")
 
     def moved(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +233,6 @@ def test_names_must_match(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_initialised(tmp_path: Path) -> None:
-    """The rest is as transformers initialises it; a warning and the report name it."""
     folder = saved(tmp_path, "llama")
     lost = "model.layers.1.mlp.up_proj.weight"
 
@@ -325,8 +322,6 @@ class Odd(transformers.LlamaForCausalLM):  # type: ignore[misc]
 
 
 class Changed(core_model_loading.ConversionOps):  # type: ignore[misc]
-    """An operation on the values."""
-
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
 
@@ -337,13 +332,11 @@ class Changed(core_model_loading.ConversionOps):  # type: ignore[misc]
         target_patterns: list[str],
         **_: Any,
     ) -> dict[str, Any]:
-        """Change the one tensor."""
         (tensors,) = input_dict.values()
         return {target_patterns[0]: self._change(tensors[0])}
 
     @property
     def reverse_op(self) -> Any:
-        """Saving goes back by it: to what was saved."""
         return self
 
 
@@ -356,7 +349,6 @@ def odd(folder: Path, *converters: Any, **changes: Any) -> Path:
 
 
 def converter(sources: list[str], targets: list[str], *operations: Any) -> Any:
-    """A conversion of transformers."""
     return core_model_loading.WeightConverter(sources, targets, operations=list(operations))
 
 
@@ -392,7 +384,6 @@ def test_a_fused_tensor_is_split_by_rows(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_reordered_come_in_order(tmp_path: Path) -> None:
-    """A permutation of rows by transformers, of matrices and of vectors, is followed."""
     permute = core_model_loading.PermuteForRope(permute_layer_names=["q_proj"])
     folder = odd(
         tmp_path,
@@ -404,7 +395,6 @@ def test_rows_that_are_reordered_come_in_order(tmp_path: Path) -> None:
 
 
 def test_an_operation_may_look_at_the_models_shapes(tmp_path: Path) -> None:
-    """A transposition that is made only if shapes ask for it is none where they do not."""
     folder = odd(
         tmp_path,
         converter(
@@ -493,7 +483,6 @@ def test_a_cut_through_the_second_of_three_axes_is_refused(tmp_path: Path) -> No
 
 
 def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path) -> None:
-    """A checkpoint that has a tensor under its old and its new name is refused by both."""
     folder = saved(tmp_path, "bert")
     name = "bert.embeddings.LayerNorm"
     rewrite(folder, lambda t: t | {f"{name}.gamma": t[f"{name}.weight"]})
@@ -502,7 +491,6 @@ def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path) -> None:
 
 
 def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
-    """A quantization_config in config.json is refused by its method."""
     folder = saved(tmp_path, "llama")
     reconfigure(folder, quantization_config={"quant_method": "fp8"})
     with pytest.raises(CheckpointError, match=r"quantised.*found fp8"):
@@ -537,7 +525,6 @@ def test_what_the_checkpoint_is_not_alone_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_models_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    """A model that transformers has no class for, or only with code of its own, is refused."""
     folder = saved(tmp_path, "llama")
     reconfigure(folder, **changes)
     with pytest.raises(CheckpointError, match=f"(?s){said}"):
@@ -545,13 +532,10 @@ def test_unknown_models_are_refused(tmp_path: Path, changes: dict[str, Any], sai
 
 
 class Broken(importlib.abc.MetaPathFinder):
-    """A module that lacks what it imports."""
-
     def __init__(self, name: str, error: Exception) -> None:
         self.name, self.error = name, error
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        """Raise where it is imported."""
         if fullname == self.name:
             raise self.error
 
@@ -570,7 +554,6 @@ class Broken(importlib.abc.MetaPathFinder):
 def test_a_wrong_version_is_told_from_a_broken_one(
     monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    """What transformers itself could not import is what is said."""
     module = "transformers.conversion_mapping"
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [Broken(module, error), *sys.meta_path])
@@ -584,7 +567,6 @@ def test_a_wrong_version_is_told_from_a_broken_one(
 def test_a_model_whose_file_cannot_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said what is missing, and not that there is no such model."""
     folder = saved(tmp_path, "llama")
     monkeypatch.delitem(sys.modules, "transformers.models.llama.modeling_llama")
     monkeypatch.delitem(vars(transformers), "LlamaForCausalLM", raising=False)
@@ -613,7 +595,6 @@ def test_a_configuration_must_be_there(tmp_path: Path) -> None:
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    """Arguments that are not what they should be are named, with what they should be."""
     folder = saved(tmp_path, "llama")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"strict": 1}, "strict is True or False, not 1"),
@@ -632,7 +613,6 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 
 
 def test_how_files_are_read_is_passed_on(tmp_path: Path) -> None:
-    """Reader and page cache reach the plan, and its report."""
     folder = saved(tmp_path, "llama")
     model = load(folder, device="cpu", reader="direct", page_cache="drop")
     made = model.streamload_report.plan
@@ -640,7 +620,6 @@ def test_how_files_are_read_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_auto_classes_choose_the_class(tmp_path: Path) -> None:
-    """An Auto class gives the class that transformers would choose."""
     folder = saved(tmp_path, "qwen2")
     found = load(folder, model_class=transformers.AutoModelForCausalLM)
     assert_same(found, transformers.AutoModelForCausalLM.from_pretrained(folder))
@@ -649,7 +628,6 @@ def test_auto_classes_choose_the_class(tmp_path: Path) -> None:
 
 
 def test_attention_is_chosen(tmp_path: Path) -> None:
-    """The implementation of attention is transformers' choice, or the one that is asked for."""
     folder = saved(tmp_path, "llama")
     assert load(folder, attn_implementation="eager").config._attn_implementation == "eager"
 
@@ -721,7 +699,6 @@ def test_the_dtype_is_the_configurations(
 
 
 def test_without_a_stated_dtype_the_first_stored_decides(tmp_path: Path) -> None:
-    """Mixed dtypes and none in config.json: the first of the first file, as transformers has it."""
     for lone in ("lm_head.weight", "model.norm.weight"):
         folder = saved(tmp_path / lone, "llama", torch.float16)
         rewrite(folder, lambda t, lone=lone: t | {lone: t[lone].float()})
@@ -754,7 +731,6 @@ def test_several_dtypes_become_the_configurations(tmp_path: Path) -> None:
 def test_bfloat16_becomes_float16_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """Where bfloat16 does not stay, the model is the float16 model, with its float32 modules."""
     monkeypatch.setenv("SUPPORT_BF16", asked)
     folder = saved(tmp_path, "t5", torch.bfloat16)
     assert_same(load(folder), reference(folder, "t5", dtype=torch.float16))
@@ -766,7 +742,6 @@ def test_bfloat16_becomes_float16_where_that_is_asked_for(
 
 
 def test_generation_settings_come_along(tmp_path: Path) -> None:
-    """Settings are those of generation_config.json, or of a config.json that is older than that."""
     folder = saved(tmp_path, "llama")
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"max_length": 77, "eos_token_id": [3, 4], "do_sample": True}))
@@ -779,7 +754,6 @@ def test_generation_settings_come_along(tmp_path: Path) -> None:
 
 
 def test_saving_goes_back_to_the_stored_names(tmp_path: Path) -> None:
-    """``save_pretrained`` writes the names and the bits that were loaded."""
     folder = saved(tmp_path / "in", "qwen3-moe")
     load(folder).save_pretrained(tmp_path / "out")
     before, after = (st.load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
@@ -866,7 +840,6 @@ BUFFER_DTYPES = (
 
 
 def test_buffers_that_a_model_computes_are_kept(tmp_path: Path) -> None:
-    """Buffers of any dtype are what transformers computes, if that is all zeros or ones, too."""
     folder = saved(tmp_path, "llama")
     values = {}
     for i, dtype in enumerate(BUFFER_DTYPES):
@@ -933,7 +906,6 @@ def read_nbytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts reads by Linux's /proc")
 def test_ties_are_compared_when_it_is_known_that_all_fits(tmp_path: Path) -> None:
-    """What is tied and stored twice is not read where not even one of it fits."""
     folder = saved(tmp_path, "llama-tied", vocab_size=50_000)
     rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
     nbytes = 50_000 * 32 * 4
@@ -1002,7 +974,6 @@ def test_a_checkpoint_with_nothing_of_the_model_makes_a_new_one(tmp_path: Path) 
 
 
 def test_several_devices_need_accelerate(tmp_path: Path) -> None:
-    """Where accelerate is not installed, several devices are refused, and what to install said."""
     folder = saved(tmp_path, "llama")
     code = (
         "import sys; sys.modules['accelerate'] = None\n"

@@ -147,8 +147,6 @@ def test_what_is_answered(tmp_path: Path, given: dict[str, Any], said: str) -> N
 def test_a_rank_loads_to_the_device_that_transformers_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load gets it, not the first one."""
-
     class Asked(Exception):
         pass
 
@@ -164,7 +162,6 @@ def test_a_rank_loads_to_the_device_that_transformers_gives_it(
 
 
 def test_the_path_by_the_name_that_transformers_has(tmp_path: Path) -> None:
-    """``pretrained_model_name_or_path=`` is the path, of packages that call it inside, too."""
     folder = saved(tmp_path, "llama")
     found = ours.from_pretrained(pretrained_model_name_or_path=folder, load_in_8bit=False)
     assert_same(found, reference(folder, "llama"))
@@ -221,7 +218,6 @@ def test_unknown_arguments(tmp_path: Path) -> None:
 
 
 def test_gpus_by_number() -> None:
-    """Numbers are those of accelerators; sizes by number are budgets by name."""
     known = frozenset({"device", "budget", "dtype", "strict"})
     assert translated({"device_map": 1}, known)["device"] == "cuda:1"
     assert translated({"device_map": {"": 0}}, known)["device"] == "cuda:0"
@@ -362,7 +358,6 @@ def test_a_part_of_a_quantised_model(tmp_path: Path, family: str, quant: str) ->
 
 
 def test_a_class_for_another_configuration_is_refused(tmp_path: Path) -> None:
-    """Where the model cannot be built, the classes of both are named."""
     config = transformers.LlamaConfig(**GROUPED)
     with pytest.raises(CheckpointError, match=r"built.*expected T5Config.*found LlamaConfig"):
         load(saved(tmp_path, "llama"), model_class=transformers.T5Model, config=config)
@@ -370,7 +365,6 @@ def test_a_class_for_another_configuration_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cls", "config_dict"])
 def test_names_of_transformers_own_parameters_are_no_settings(tmp_path: Path, name: str) -> None:
-    """They are refused as any unknown argument."""
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         load(saved(tmp_path, "llama"), **{name: 1})
 
@@ -389,7 +383,6 @@ def test_inside_of_a_meta_device(tmp_path: Path, options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("infix", ["_orig_mod", "base_layer", "_checkpoint_wrapped_module"])
 def test_wrappers_leave_names(tmp_path: Path, infix: str) -> None:
-    """Of layers, and of modules in them, that were wrapped when they were saved."""
     folder = saved(tmp_path, "llama")
     expected = reference(folder, "llama")
 
@@ -500,7 +493,6 @@ def test_a_token(hub: Hub, tmp_path: Path, monkeypatch: Any, argument: str) -> N
 
 
 def test_a_configuration_by_path(tmp_path: Path) -> None:
-    """``config=`` may be a folder or a file, as for transformers."""
     folder = saved(tmp_path / "a", "llama")
     shutil.copytree(folder, tmp_path / "b")
     (folder / "config.json").unlink()
@@ -539,7 +531,6 @@ def test_code_beside_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_names_that_are_mapped(tmp_path: Path) -> None:
-    """``key_mapping=`` renames by patterns before all else."""
     folder = saved(tmp_path, "llama")
     expected = reference(folder, "llama")
     rewrite(folder, lambda t: {f"wrapped.{name}": tensor for name, tensor in t.items()})

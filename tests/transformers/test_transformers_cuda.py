@@ -85,7 +85,6 @@ def test_layers_over_two_gpus(tmp_path: Path, name: str, changes: dict[str, Any]
 
 
 def test_a_model_with_a_new_head_runs_on_a_gpu_and_the_cpu(tmp_path: Path) -> None:
-    """Split over a GPU and the CPU, with a head that the checkpoint lacks, a model runs."""
     needs.module("accelerate")
     changes = {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "head_dim": 128}
     folder = saved(tmp_path, "llama", **changes)
@@ -102,7 +101,6 @@ def test_a_model_with_a_new_head_runs_on_a_gpu_and_the_cpu(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of bf16."""
     needs.module("bitsandbytes")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -129,7 +127,6 @@ def both(path: Path, **config: Any) -> tuple[Any, Any]:
 
 
 def logits(model: Any) -> Any:
-    """What a model says of some tokens."""
     with torch.no_grad():
         return model(IDS.cuda()).logits
 

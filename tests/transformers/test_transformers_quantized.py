@@ -59,7 +59,6 @@ __all__ = ["quiet"]
 
 
 def stored(folder: Path) -> dict[str, tuple[Any, Any, bytes]]:
-    """The tensors of a checkpoint."""
     tensors: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= st.load_file(path)
@@ -136,7 +135,6 @@ def test_blocks_that_are_cut_are_dequantized(tmp_path: Path) -> None:
 
 
 def test_fp8_experts_are_fused_with_their_scales(tmp_path: Path) -> None:
-    """Experts that are stored one by one become transformers' fused parameters, still FP8."""
     experts = {**MOE, "num_experts": 4, "moe_intermediate_size": 32}
     fp8((32, 32), "Qwen3Moe", **experts)(tmp_path)
     model = load(tmp_path)
@@ -150,7 +148,6 @@ def test_fp8_experts_are_fused_with_their_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "mxfp4"])
 def test_shards_make_the_same_model(tmp_path: Path, name: str) -> None:
-    """From many files as from one."""
     OWN[name](tmp_path / "one")
     streamload.convert(tmp_path / "one", tmp_path / "many", max_shard_size="20kB", progress=False)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
@@ -188,7 +185,6 @@ def test_a_budget_holds_what_is_stored(tmp_path: Path) -> None:
 
 
 def test_methods_of_others_are_refused_by_name(tmp_path: Path) -> None:
-    """What is opened here is said, and nothing is read."""
     plain(tmp_path)
     reconfigure(tmp_path, quantization_config={"quant_method": "hqq"})
     with pytest.raises(CheckpointError, match=r"transformers alone.*bitsandbytes.*found hqq"):
@@ -208,7 +204,6 @@ def test_methods_of_others_are_refused_by_name(tmp_path: Path) -> None:
 def test_missing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, needed: str
 ) -> None:
-    """The line that installs what its modules are of."""
     plain(tmp_path)
     reconfigure(tmp_path, quantization_config={"quant_method": method, "load_in_4bit": True})
     monkeypatch.setattr(quantised, "_installed", lambda name: name == "accelerate")
@@ -280,7 +275,6 @@ def same_state(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("files", ["one", "many"])
 @pytest.mark.parametrize("name", MADE)
 def test_gives_what_transformers_gives(tmp_path: Path, name: str, files: str) -> None:
-    """State, modules, configuration and logits; from one file and from several."""
     library, make = MADE[name]
     needs_library(library)
     make(tmp_path / "one")
@@ -308,7 +302,6 @@ def test_gives_what_transformers_gives(tmp_path: Path, name: str, files: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "nf4-nested", "int8", "pack-quantized"])
 def test_is_saved_as_it_was_opened(tmp_path: Path, name: str) -> None:
-    """`save_pretrained` writes the tensors of the checkpoint again."""
     library, make = MADE[name]
     needs_library(library)
     make(tmp_path / "in")
@@ -399,7 +392,6 @@ def test_floats_are_no_weights_of_bitsandbytes(tmp_path: Path, name: str, dtype:
 def test_another_dtype_is_computed_as_by_transformers(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
-    """Scales of activations keep the stored dtype, and what they scale does not get it."""
     needs_library("compressed_tensors")
     MADE[name][1](tmp_path)
     found = logits(load(tmp_path, dtype=dtype))
@@ -509,7 +501,6 @@ def test_what_is_decompressed_at_once_is_counted(
 
 @pytest.mark.slow
 def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """The unpacked shapes are compared, and named."""
     needs_library("bitsandbytes")
     MADE["nf4"][1](tmp_path)
     reconfigure(tmp_path, intermediate_size=256)
@@ -532,7 +523,6 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
 def test_products_with_fp8_are_within_rounding(
     dtype: Any, scales: str, shape: tuple[int, int], block: tuple[int, int]
 ) -> None:
-    """With a scale for a matrix or a block, as kernels read them or dequantised."""
     from streamload.transformers.quantizers.fp8 import dequantized, multiplied, operand
 
     torch.manual_seed(0)
@@ -565,7 +555,6 @@ def test_products_with_fp8_are_within_rounding(
 
 
 def test_an_exponent_of_nan_makes_its_block_nan() -> None:
-    """As torch reads the dtype, in kernels as without one."""
     from streamload.transformers.quantizers.fp8 import operand
 
     if not hasattr(torch, "float8_e8m0fnu"):
@@ -583,7 +572,6 @@ def test_an_exponent_of_nan_makes_its_block_nan() -> None:
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-cut-blocks", "fp8-tensor"])
 def test_fp8_compiles_to_one_graph(tmp_path: Path, name: str) -> None:
-    """With an operator, or with what dequantises."""
     OWN[name](tmp_path)
     module = load(tmp_path).model.layers[0].mlp.up_proj.requires_grad_(False)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
@@ -598,7 +586,6 @@ def test_fp8_compiles_to_one_graph(tmp_path: Path, name: str) -> None:
 def test_experts_multiply_a_few_tokens_as_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Nothing of an expert is dequantised, and the result is that of dequantised experts."""
     from streamload.devices.torch import product
     from streamload.transformers.quantizers import fp8 as packed
 

@@ -132,7 +132,6 @@ def test_an_expert_is_multiplied_as_stored(
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_other_functions_decode_an_expert(tmp_path: Path, inference: bool) -> None:
-    """Once, to a copy in which no write is lost."""
     make(tmp_path, "Mixtral")
     experts = load(tmp_path, quant="q8_0").model.layers[0].mlp.experts
     weight = experts.dense("gate_up_proj", index=1)
@@ -177,7 +176,6 @@ def test_other_functions_decode_an_expert(tmp_path: Path, inference: bool) -> No
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_compiled_experts_compute_the_same(tmp_path: Path, name: str) -> None:
-    """Around matrices that are multiplied as stored, or decoded."""
     make(tmp_path, name)
     layer = load(tmp_path, quant="q8_0").model.layers[0].mlp
     x = torch.randn(1, 2, 64, dtype=torch.bfloat16)
@@ -194,7 +192,6 @@ def test_compiled_experts_compute_the_same(tmp_path: Path, name: str) -> None:
 
 
 def test_experts_are_decoded_to_the_dtype_of_the_activations(tmp_path: Path) -> None:
-    """Whatever dtype the model had before it was loaded."""
     make(tmp_path, "Mixtral")
     experts = load(tmp_path, quant="q8_0").model.layers[0].mlp.experts
     x, chosen, shares = torch.randn(3, 64), torch.tensor([[2, 0]] * 3), torch.full((3, 2), 0.5)
@@ -206,7 +203,6 @@ def test_experts_are_decoded_to_the_dtype_of_the_activations(tmp_path: Path) -> 
 
 
 def test_experts_that_no_module_can_hold_are_named(tmp_path: Path) -> None:
-    """With their bytes, while the rest is quantised."""
     make(tmp_path, "Mixtral")
     report = load(tmp_path, quant="bitsandbytes-int8").streamload_report
     (note,) = (note for note in report.notes if note.startswith("not quantised"))
@@ -214,7 +210,6 @@ def test_experts_that_no_module_can_hold_are_named(tmp_path: Path) -> None:
 
 
 def test_experts_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
-    """As other weights are, with the line to write instead."""
     plain(tmp_path, "Mixtral", torch.bfloat16, **EXPERTS["Mixtral"] | {"intermediate_size": 48})
     with pytest.raises(UnsupportedCastError, match=r"experts\.0\.w2\.weight.*None"):
         load(tmp_path, quant="q8_0")
@@ -238,7 +233,6 @@ def test_one_pass_names_all_that_a_format_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_classes_that_hold_nothing_quantized_are_named(tmp_path: Path) -> None:
-    """With those that can."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"torch's Linear.*Conv1D.*theirs are FalconLinear;"):
@@ -289,7 +283,6 @@ def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
 def test_models_are_pickled_and_copied(tmp_path: Path, name: str) -> None:
-    """Their modules have classes that are made when a model is loaded."""
     make(tmp_path, name)
     model = load(tmp_path, quant="nf4")
     expected = logits(model)
@@ -298,7 +291,6 @@ def test_models_are_pickled_and_copied(tmp_path: Path, name: str) -> None:
 
 
 def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:
-    """Its module knows that the checkpoint has the weight transposed."""
     import streamload
 
     gpt2(tmp_path)
@@ -318,7 +310,6 @@ def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:
 def test_hooks_of_accelerate_leave_codes_where_they_are(
     tmp_path: Path, name: str, format: str
 ) -> None:
-    """As `finish` dispatches a model over several devices."""
     accelerate = needs.module("accelerate")
     make(tmp_path, name)
     model = load(tmp_path, quant=format)
@@ -332,7 +323,6 @@ def test_hooks_of_accelerate_leave_codes_where_they_are(
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with what to write instead."""
     make(tmp_path, "Llama")
     config = transformers.BitsAndBytesConfig
     four = config(load_in_4bit=True)
@@ -471,7 +461,6 @@ def test_fused_experts_are_quantized_too(tmp_path: Path, model: str, name: str) 
 
 @pytest.mark.slow
 def test_what_is_quantized_so_is_saved_for_transformers(tmp_path: Path) -> None:
-    """transformers alone opens what `save_pretrained` writes, and so do we."""
     make(tmp_path / "in", "Llama")
     found, _ = both(tmp_path / "in", "nf4")
     state = {name: raw(tensor) for name, tensor in found.state_dict().items()}

@@ -44,7 +44,6 @@ LIBRARIES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_t
 
 
 def bytes_of(model: Any) -> dict[str, Any]:
-    """The state of a model."""
     return {name: raw(tensor) for name, tensor in model.state_dict().items()}
 
 
@@ -134,7 +133,6 @@ def test_codes_are_not_taken_for_floats(tmp_path: Path) -> None:
 
 
 def test_the_state_that_is_given_is_saved(tmp_path: Path) -> None:
-    """As a trainer gives it: changed, in part, or as floats."""
     make(tmp_path / "in", "Llama")
     model = load(tmp_path / "in", quant="q8_0")
     state = model.state_dict()
@@ -189,7 +187,6 @@ def test_what_it_says_of_itself(tmp_path: Path, name: str) -> None:
 
 
 def test_a_model_in_a_model_is_saved(tmp_path: Path) -> None:
-    """By itself; the whole is as it was."""
     make(tmp_path / "in", "Llama")
     model = load(tmp_path / "in", quant="q8_0")
     said = model.config.quantization_config.to_dict()
@@ -218,7 +215,6 @@ def test_a_model_that_does_not_say_that_it_holds_codes_is_not_saved(tmp_path: Pa
 
 @pytest.mark.parametrize("format", ["int8", "nf4-nested"])
 def test_weights_of_a_quantized_model_are_tied_again(tmp_path: Path, format: str) -> None:
-    """Where whole blocks are tied by patterns, too: each shares all its parts."""
     sizes = {"num_hidden_layers": 4, "layers_block_type": ["hybrid", "mamba"] * 2}
     small = {"mamba_d_state": 8, "n_mamba_heads": 2, "num_key_value_heads": 4}
     tied = {"num_mem_blocks": 1, "tie_word_embeddings": True}
@@ -232,7 +228,6 @@ def test_weights_of_a_quantized_model_are_tied_again(tmp_path: Path, format: str
 
 
 def test_modules_of_two_libraries_are_not_saved(tmp_path: Path) -> None:
-    """An error says what to load in place of it."""
     needs_library("bitsandbytes")
     make(tmp_path / "in", "Mixtral")
     config = transformers.BitsAndBytesConfig(load_in_4bit=True)
@@ -243,7 +238,6 @@ def test_modules_of_two_libraries_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_it_is_trained_and_saved_by_a_trainer(tmp_path: Path) -> None:
-    """What is not quantised; `Trainer.save_model` writes what is opened."""
     make(tmp_path / "in", "Llama", torch.float32)
     model = load(tmp_path / "in", quant="q8_0")
     before = raw(model.model.norm.weight)
@@ -302,7 +296,6 @@ def test_adapters_that_transformers_adds(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_is_offloaded(tmp_path: Path) -> None:
-    """Layers stream as they are stored."""
     make(tmp_path / "in", "Llama")
     model = load(tmp_path / "in", quant="q8_0")
     model.save_pretrained(tmp_path / "out")
@@ -323,7 +316,6 @@ def test_what_is_saved_is_offloaded(tmp_path: Path) -> None:
 def test_wrong_configurations_are_refused(
     tmp_path: Path, change: dict[str, Any], says: str
 ) -> None:
-    """By what is wrong in them."""
     from streamload.errors import CheckpointError
 
     make(tmp_path / "in", "Llama")

@@ -54,7 +54,6 @@ def llama(folder: Path, **changes: Any) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The contents of a folder's files."""
     return {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
@@ -79,18 +78,14 @@ class EngineArgs:
     model_loader_extra_config: dict[str, Any] = field(default_factory=dict)
 
     def create_engine_config(self) -> Any:
-        """What workers get of it."""
         return self.create_model_config()
 
     def create_model_config(self) -> Any:
-        """What vLLM opens the folder by."""
         names = {"model": self.model, "revision": self.revision, "quantization": None}
         return types.SimpleNamespace(**names, dtype=torch.bfloat16)
 
 
 class BaseModelLoader:
-    """vLLM's."""
-
     def __init__(self, load_config: Any) -> None:
         self.load_config = load_config
 
@@ -99,7 +94,6 @@ class DefaultModelLoader(BaseModelLoader):
     """Raises, as vLLM's does, for parameters that were not loaded."""
 
     def track_weights_loading(self, model: Any, loaded: set[str]) -> None:
-        """Compare."""
         if lacking := dict(model.named_parameters()).keys() - loaded:
             raise ValueError(f"not initialized: {lacking}")
 
@@ -115,7 +109,6 @@ class Model(torch.nn.Module):
             self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(empty))
 
     def load_weights(self, weights: Iterator[tuple[str, Any]]) -> set[str]:
-        """Copy each tensor into its parameter."""
         loaded = set()
         for name, tensor in weights:
             with torch.no_grad():
@@ -124,7 +117,6 @@ class Model(torch.nn.Module):
         return loaded
 
     def tensors(self) -> dict[str, Any]:
-        """By the checkpoint's names."""
         return {name: self.get_parameter(own).detach() for own, name in self.names.items()}
 
 
@@ -200,7 +192,6 @@ def test_a_gguf_file_gets_a_folder(loaders: dict[str, type], tmp_path: Path) -> 
 
 
 def test_a_url_gets_a_folder(loaders: dict[str, type], tmp_path: Path) -> None:
-    """So does a folder on a server, and a head of its own is not tied."""
     source = llama(tmp_path / "m", tie_word_embeddings=True)
     folder = llama(tmp_path / "n")
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -321,7 +312,6 @@ def test_errors(loaders: dict[str, type], tmp_path: Path) -> None:
 
 
 def test_streamload_does_not_import_vllm() -> None:
-    """Only the plugin does."""
     code = "import streamload, sys; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -344,7 +334,6 @@ def environment_of(tmp_path: Path, hub: Hub | None = None) -> dict[str, str]:
 
 
 def job(tmp_path: Path, *arguments: object, hub: Hub | None = None) -> list[Any]:
-    """The lines that a job prints."""
     environment = environment_of(tmp_path, hub)
     argv = [sys.executable, str(JOB), *map(str, arguments)]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=500)

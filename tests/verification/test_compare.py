@@ -58,7 +58,6 @@ TENSORS: dict[str, tuple[str, Sequence[int], bytes]] = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with its sidecar."""
     folder = tmp_path_factory.mktemp("there")
     write_safetensors(folder / "model.safetensors", TENSORS)
     listed(folder, TENSORS)
@@ -66,7 +65,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def listed(folder: Path, tensors: Tensors) -> None:
-    """Write the sidecar of tensors."""
     digests = []
     for name, (code, shape, data) in tensors.items():
         one = hasher()
@@ -90,7 +88,6 @@ def written(folder: Path, tensors: Tensors, files: int = 1) -> Path:
 def one(
     folder: Path, name: str, code: str, values: Any, shape: Sequence[int] | None = None
 ) -> Path:
-    """Write a checkpoint of one tensor."""
     array = np.asarray(values)
     data = array.tobytes()
     return write_safetensors(folder / name, {"w": (code, shape or array.shape, data)})
@@ -102,7 +99,6 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 def values_of(difference: streamload.Comparison) -> ValueDifference:
-    """How the values of the one tensor differ that does."""
     (found,) = difference.differences
     assert found.compared
     assert found.values is not None
@@ -171,7 +167,6 @@ def test_what_the_sidecar_and_the_checkpoint_do_not_agree_on(tmp_path: Path) -> 
 
 
 def test_other_files_are_the_same_tensors(tmp_path: Path) -> None:
-    """The digests hold for shards of any layout; of one shard, only its tensors are checked."""
     written(tmp_path, TENSORS, files=4)
     listed(tmp_path, TENSORS)
     assert verify_checkpoint(tmp_path, progress=False).verified_count == len(TENSORS)
@@ -232,7 +227,6 @@ def test_a_file_that_shrinks_or_grows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", [0, 17, 39])
 def test_the_tensor_that_cannot_be_read_is_named(tmp_path: Path, gone: int) -> None:
-    """A file is cut while it is read: the error names it, and a tensor that cannot be read."""
     tensors: Tensors = {f"t{i:02}": ("U8", (1000,), bytes(1000)) for i in range(40)}
     written(tmp_path, tensors)
     listed(tmp_path, tensors)
@@ -299,7 +293,6 @@ def test_more_files_than_are_open_at_once(tmp_path: Path) -> None:
 
 
 def open_below(folder: Path) -> list[str]:
-    """Files of a folder that this process has open."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -431,7 +424,6 @@ def test_an_element_of_any_dtype(tmp_path: Path, code: str) -> None:
 
 @pytest.mark.parametrize("elements", [[0], [2_097_151, 2_097_152], [0, 70_000, 4_999_999]])
 def test_elements_are_counted_over_blocks(tmp_path: Path, elements: list[int]) -> None:
-    """A tensor of several blocks, with differences at their edges: all are counted, in order."""
     values = RNG.integers(0, 2**15, 5_000_000, dtype=np.uint16)
     other = values.copy()
     for i, element in enumerate(elements):
@@ -683,7 +675,6 @@ def test_verify(here: Command, path: Path, tmp_path: Path) -> None:
 
 
 def test_verify_a_conversion(here: Command, tmp_path: Path) -> None:
-    """The second is compared with what the cast makes of the first."""
     bits = samples(BF16)
     a = one(tmp_path, "a.safetensors", "BF16", bits)
     data = cast(BF16, F16, bits.tobytes())
@@ -846,7 +837,6 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 
 def is_open(pid: int, file: Path) -> bool:
-    """Whether a process has a file open."""
     try:
         fds = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
     except OSError:  # one was closed meanwhile

@@ -33,7 +33,6 @@ TENSORS = {
 
 
 def load(path: Path, device: str = "host", **arguments: Any) -> streamload.LoadReport:
-    """Load quietly, under a budget."""
     return streamload.load_state_dict(
         None, path, device=device, budget="1MB", progress=False, **arguments
     )
@@ -42,7 +41,6 @@ def load(path: Path, device: str = "host", **arguments: Any) -> streamload.LoadR
 @pytest.mark.parametrize("device", ["host", "CPU", "CL"])
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16", "float32"])
 def test_a_load_is_verified(tmp_path: Path, device: str, dtype: str) -> None:
-    """Every tensor of a load is what it must be, and all of its bytes were compared."""
     if device != "host":
         needs.device(device)
     path = write_safetensors(tmp_path / "m.safetensors", TENSORS)
@@ -69,7 +67,6 @@ def test_one_byte_is_enough(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("device", ["CPU", "CL"])
 def test_a_byte_in_the_memory_of_a_device(tmp_path: Path, device: str) -> None:
-    """The device's own memory is what is compared."""
     needs.device(device)
     from tinygrad import Tensor, dtypes
 
@@ -119,7 +116,6 @@ NAMES = ("", "a.", ".b", "a", "..")
 
 
 def test_into_a_model(tmp_path: Path) -> None:
-    """What a model holds is compared, whatever the report has."""
     path = write_safetensors(tmp_path / "m.safetensors", {"w": TENSORS["f32"]})
     model = {"w": np.zeros((3, 8), np.float32)}
     report = streamload.load_state_dict(model, path, progress=False)
@@ -215,7 +211,6 @@ def test_what_is_dequantized_streams(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["nf4", "fp4", "bitsandbytes-int8", "int8"])
 def test_codes_of_cuda_are_those_of_a_near_reciprocal(tmp_path: Path, format: str) -> None:
-    """Each unit may be that of another reciprocal, a step from the nearest; no code is another."""
     x = np.random.default_rng(0).standard_normal((512, 384)).astype(np.float32)
     # elements at the bounds of codes, which hang on the last bit of the reciprocal
     scales = np.random.default_rng(1).uniform(0.5, 2, (512, 1)).astype(np.float32)
