@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from transformers_quantizing_helpers import EXPERTS, error, make
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.integrations.peft import MIN_PEFT_VERSION  # noqa: E402
 from transformers.utils.peft_utils import check_peft_version  # noqa: E402
 from transformers_saving_helpers import said_in  # noqa: E402
 
 import streamload  # noqa: E402
 from streamload.devices.torch.quantized import Coded  # noqa: E402
-from streamload.errors import CheckpointError  # noqa: E402
+from streamload.errors import CheckpointError, StateDictMismatchError  # noqa: E402
 from streamload.transformers.quantizers import stored  # noqa: E402
 
 __all__ = ["quiet"]
@@ -99,6 +101,27 @@ def test_what_is_saved_is_opened_without_the_package(
         asked = transformers.BitsAndBytesConfig(load_in_4bit=True)
         with pytest.raises((CheckpointError, ImportError), match="bitsandbytes"):
             load(tmp_path / "out", quantization_config=asked)
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int8", "q8_0"])
+def test_stored_weights_of_another_shape_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """Two weights, of shapes (a, b) and (b, a), are stored under each other's names."""
+    monkeypatch.setattr(stored, "_installed", lambda package: False)
+    make(tmp_path / "in", "Llama", torch.float32)
+    streamload.convert(tmp_path / "in", tmp_path / "out", quant=format, progress=False)
+    [path] = (tmp_path / "out").glob("*.safetensors")
+    other = {"up_proj": "down_proj", "down_proj": "up_proj"}
+    state = {
+        re.sub("up_proj|down_proj", lambda found: other[found[0]], name): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(state, path, metadata={"format": "pt"})
+    (tmp_path / "out" / "streamload.json").unlink()
+    for options in ({}, {"offload": True, "budget": "10MB"}):
+        with pytest.raises(StateDictMismatchError, match=r"of another shape \(.*_proj"):
+            load(tmp_path / "out", **options)
 
 
 def test_in_several_files_and_with_what_is_skipped(tmp_path: Path) -> None:

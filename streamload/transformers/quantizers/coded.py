@@ -23,7 +23,7 @@ from streamload.codecs.weights import QuantizedWeight
 from streamload.core.dtypes import F32, PACKED
 from streamload.devices.names import framework
 from streamload.devices.torch.quantized import computed
-from streamload.errors import CheckpointError, listed
+from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError, listed
 from streamload.loading.place import Devices
 from streamload.planning.dequantize import dequantized
 from streamload.transformers.configuration import folder_of, placeholder
@@ -112,6 +112,14 @@ class CodedCheckpoint(QuantizedCheckpoint):
                     swap.refused.get(name, "no such parameter"),
                     tensor=tensor,
                 )
+        groups = {name: one for name, one in self.checkpoint.groups.items() if name in self.formats}
+        wrong = [
+            ShapeMismatch(name, said.matrix, weight.shape or ())
+            for tensor, weight in read_states(self.checkpoint.layouts, groups).items()
+            if not _fits(said := swap.coded[name := named(tensor)[0]], weight)
+        ]
+        if wrong:
+            raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
         swap.put()
         stored = {named(tensor)[0]: tensor for tensor in self.formats}
         made: dict[int, list[torch.Tensor]] = {}  # by the id of codes, which modules may share
@@ -147,9 +155,21 @@ def held_as_stored(checkpoint: Checkpoint, model: Any) -> tuple[Checkpoint, dict
     """
     groups = read_states(checkpoint.layouts, checkpoint.groups)
     found = {name: format for name, one in groups.items() if (format := _format_of(one))}
-    held = framework("torch").swap(model, found).coded
+    coded = framework("torch").swap(model, found).coded
+    held = {name for name, said in coded.items() if name in groups and _fits(said, groups[name])}
     others = [name for name, one in groups.items() if name not in held and one.kind in PACKED]
     return dequantized(checkpoint, others), {name: found[name] for name in found if name in held}
+
+
+def _fits(said: CodedWeight, weight: QuantizedWeight) -> bool:
+    """Return whether flat codes are of a weight of the shape that a module expects.
+
+    Axes but the last are joined. Codes with a shape of their own are compared by it elsewhere.
+    """
+    if weight.shape is None or weight.values.shape == weight.shape:
+        return True
+    stored = math.prod(weight.shape[:-1]), weight.shape[-1]
+    return stored in (said.matrix, said.matrix[::-1] if said.transposed else said.matrix)
 
 
 def _formats_of(checkpoint: Checkpoint) -> dict[str, str]:
