@@ -42,8 +42,7 @@ def gpu_options(work: Path, device: str = "host", **more: Any) -> BenchOptions:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in GPU_SECTIONS],
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in GPU_SECTIONS]
 )
 def test_a_section_runs_without_a_gpu(tmp_path: Path, name: str) -> None:
     """Each on memory of the host: rows, targets that are numbers, tensors equal to the file's."""

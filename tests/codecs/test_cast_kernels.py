@@ -366,10 +366,7 @@ def test_aarch64_kernels_equal_the_reference(tmp_path: Path) -> None:
         x = samples(src)
         sizes = (index, x.size, src.itemsize, dst.itemsize, hostile)
         done = subprocess.run(
-            [qemu, driver, *map(str, sizes)],
-            input=x.tobytes(),
-            capture_output=True,
-            check=True,
+            [qemu, driver, *map(str, sizes)], input=x.tobytes(), capture_output=True, check=True
         )
         overflowed, flushed, changed = np.frombuffer(done.stdout[:24], np.uint64).tolist()
         bits, counts = by_reference(src, dst, clamp)

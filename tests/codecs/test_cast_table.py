@@ -45,12 +45,7 @@ def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(
-    src: DType,
-    dst: DType,
-    data: Any,
-    *,
-    engine: Engine = "auto",
-    out_of_range: OutOfRange = "inf",
+    src: DType, dst: DType, data: Any, *, engine: Engine = "auto", out_of_range: OutOfRange = "inf"
 ) -> tuple[bytearray, CastCounts]:
     """The bytes that a cast makes of others, and its counts."""
     view = memoryview(data).cast("B")

@@ -243,9 +243,7 @@ def test_without_a_dtype_all_stays(tmp_path: Path) -> None:
     assert set(load(path, None).state_dict) == set(load(path, "checkpoint").state_dict)
     assert set(load(path, None).state_dict) == set(tensors)
     some = load(path, {"l.0.q.*": "float16", "*.experts.gate_up_proj": "bfloat16"}).state_dict
-    gone = {
-        *(n for n in tensors if n.startswith(("l.0.q.", "l.0.experts"))),
-    }
+    gone = {*(n for n in tensors if n.startswith(("l.0.q.", "l.0.experts")))}
     assert set(some) == (set(tensors) - gone) | {"l.0.q.weight", "l.0.experts.gate_up_proj"}
     assert some["l.0.q.weight"].dtype == np.float16
     assert some["l.0.o.weight"].dtype == np.uint8

@@ -122,8 +122,7 @@ def test_compressed_tensors(tmp_path: Path, zeros: bool) -> None:
 
     args = QuantizationArgs(num_bits=8, strategy="channel", symmetric=not zeros)
     expected = forward.dequantize(
-        *(torch.from_numpy(values.copy()), scale.reshape(64, 1), point, args),
-        dtype=torch.bfloat16,
+        *(torch.from_numpy(values.copy()), scale.reshape(64, 1), point, args), dtype=torch.bfloat16
     )
     assert differing(ours(tmp_path, sample, "bfloat16"), expected) == 0
 

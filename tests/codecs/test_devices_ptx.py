@@ -139,8 +139,7 @@ def test_warps_that_come_apart(ahead: Ahead) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numel", "expected"),
-    [(0, 1), (1, 1), (2048, 1), (2049, 2), (1 << 20, 512), (1 << 40, 2048)],
+    ("numel", "expected"), [(0, 1), (1, 1), (2048, 1), (2049, 2), (1 << 20, 512), (1 << 40, 2048)]
 )
 def test_blocks(numel: int, expected: int) -> None:
     """At least one, at most as many as a device runs at once, and else eight elements a thread."""

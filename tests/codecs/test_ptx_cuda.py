@@ -236,9 +236,7 @@ TIMED: Sequence[tuple[DType, DType, bool, tuple[int, int]]] = (
     ids=lambda c: f"{c[0].code}-{c[1].code}-{'in place' if c[2] else 'apart'}-{c[3][0]}{c[3][1]}",
 )
 def test_a_chunk_takes_microseconds(
-    gpu: Gpu,
-    case: tuple[DType, DType, bool, tuple[int, int]],
-    capsys: pytest.CaptureFixture[str],
+    gpu: Gpu, case: tuple[DType, DType, bool, tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Says how long the kernel of a chunk takes, between launches and alone; the bits are right.
 

@@ -204,7 +204,7 @@ def test_parts_are_planned_before_a_byte_is_read() -> None:
     """Shapes and sizes of all parts, and what is held until the end, follow from the shape."""
     tensor = SCHEMES["nf4"].of((5, 77), BF16)  # 385 elements: seven blocks
     assert [(part.suffix, part.shape) for part in tensor.parts[:3]] == [
-        *(("", (193, 1)), (".absmax", (7,)), (".quant_map", (16,))),
+        *(("", (193, 1)), (".absmax", (7,)), (".quant_map", (16,)))
     ]
     assert (tensor.unit_numel, tensor.unit_nbytes, tensor.statistics_nbytes) == (64, 32, 28)
     tensor = SCHEMES["q8_0"].of((5, 64), BF16)

@@ -55,9 +55,7 @@ def quantized_there(
 
 
 def assert_same(
-    found: tuple[bytes, Array, QuantCounts],
-    expected: tuple[bytes, Array, QuantCounts],
-    name: str,
+    found: tuple[bytes, Array, QuantCounts], expected: tuple[bytes, Array, QuantCounts], name: str
 ) -> None:
     """Codes, statistics and counts are equal."""
     assert found[0] == expected[0], name

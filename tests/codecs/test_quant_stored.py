@@ -171,26 +171,15 @@ KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
     "packed": (packed(), None, ("ct-packed", (8, 64), (1, 32), 4)),
     "packed-zeros": (packed(True), None, ("ct-packed", (8, 64), (1, 32), 4)),
     "int8": (scaled("I8", "weight_scale", 256, 1), None, ("int8", (256, 256), (1, 256), 8)),
-    "fp8-row": (
-        scaled("F8_E4M3", "weight_scale", 256, 1),
-        None,
-        ("fp8", (256, 256), (1, 256), 8),
-    ),
-    "fp8-tensor": (
-        scaled("F8_E4M3", "weight_scale_inv"),
-        FP8,
-        ("fp8", (256, 256), (256, 256), 8),
-    ),
+    "fp8-row": (scaled("F8_E4M3", "weight_scale", 256, 1), None, ("fp8", (256, 256), (1, 256), 8)),
+    "fp8-tensor": (scaled("F8_E4M3", "weight_scale_inv"), FP8, ("fp8", (256, 256), (256, 256), 8)),
     "fp8-block": (
         scaled("F8_E4M3", "weight_scale_inv", 2, 2),
         FP8,
         ("fp8", (256, 256), (128, 128), 8),
     ),
     "fp8-cut-block": (
-        {
-            "l.q.weight": filled("F8_E4M3", 200, 256),
-            "l.q.weight_scale_inv": filled("F32", 2, 2),
-        },
+        {"l.q.weight": filled("F8_E4M3", 200, 256), "l.q.weight_scale_inv": filled("F32", 2, 2)},
         FP8,
         ("fp8", (200, 256), (128, 128), 8),
     ),

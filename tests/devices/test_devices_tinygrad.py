@@ -754,9 +754,7 @@ print(json.dumps([peak - base, predicted, report.resident_nbytes]))
 @pytest.mark.parametrize(
     ("device", "dtype"),
     product(
-        DEVICES,
-        ["BF16", "F16"],
-        fast=lambda device, dtype: (device == "CL") == (dtype == "BF16"),
+        DEVICES, ["BF16", "F16"], fast=lambda device, dtype: (device == "CL") == (dtype == "BF16")
     ),
 )
 def test_memory_stays_at_what_the_plan_says(tmp_path: Path, device: str, dtype: str) -> None:
@@ -912,14 +910,7 @@ def test_a_load_after_a_failed_one_writes_the_same_memory(tmp_path: Path, device
     assert used_nbytes(device) == used
     (after,) = ours.FRAMEWORK.parameters(model)
     assert sorted(after.names) == ["flat", "same", "w"]
-    assert facts == (
-        after.device,
-        after.nbytes,
-        after.dtype,
-        after.shape,
-        after.span,
-        after.fixed,
-    )
+    assert facts == (after.device, after.nbytes, after.dtype, after.shape, after.span, after.fixed)
     assert after.buffer() is memory
     report = load(model, path)
     assert [p.action for p in report.plan.placements] == ["in_place"]

@@ -143,10 +143,7 @@ check_clean()
     )
 
 
-WAYS: dict[str, dict[str, str]] = {
-    "auto": {},
-    "direct": {"reader": "direct"},
-}
+WAYS: dict[str, dict[str, str]] = {"auto": {}, "direct": {"reader": "direct"}}
 
 
 def test_casts_and_ways_to_the_device_come_with_the_driver(folder: Path, path: Path) -> None:

@@ -19,13 +19,7 @@ if not torch.cuda.is_available():
 
 from product_samples import FORMS, Matrix, matrix, worst  # noqa: E402
 
-from streamload.devices.torch.product import (  # noqa: E402
-    Operand,
-    _dtypes,
-    decode,
-    form_of,
-    linear,
-)
+from streamload.devices.torch.product import Operand, _dtypes, decode, form_of, linear  # noqa: E402
 
 _EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 

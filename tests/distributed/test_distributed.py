@@ -148,10 +148,7 @@ def test_replicas_by_small_chunks_and_several_threads(
     ids=str,
 )
 def test_replicas_larger_than_all_blocks(
-    hosts: Sequence[str | None],
-    block_nbytes: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    hosts: Sequence[str | None], block_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 MB of one tensor and some around it: more than the ring holds at once.
 
@@ -892,8 +889,7 @@ def lose(
 
 
 @pytest.mark.parametrize(
-    "number",
-    [1, 5, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 6, 7, 9, 10))],
+    "number", [1, 5, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 6, 7, 9, 10))]
 )
 def test_a_loss_in_every_stage(number: int, path: Path) -> None:
     """Whichever message is the last one of a rank, all others raise and name it, stage by stage."""

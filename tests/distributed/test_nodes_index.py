@@ -87,11 +87,7 @@ def test_sixty_thousand_tensors_take_half_a_megabyte(tmp_path: Path) -> None:
                 shape = [768, 2048] if part != "down_proj" else [2048, 768]
                 nbytes = 768 * 2048 * 2
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
-                header[name] = {
-                    "dtype": "BF16",
-                    "shape": shape,
-                    "data_offsets": [at, at + nbytes],
-                }
+                header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + nbytes]}
                 at += nbytes
     raw = json.dumps(header).encode()
     whole = len(raw).to_bytes(8, "little") + raw

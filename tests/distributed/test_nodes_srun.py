@@ -94,7 +94,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment = clean | {
-        **{"SLURM_CONF": str(configuration), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        **{"SLURM_CONF": str(configuration), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     }
     munge = {"key-file": "key", "socket": "munge.socket", "pid-file": "munge.pid"}
     munge |= {"log-file": "munge.log", "seed-file": "munge.seed"}

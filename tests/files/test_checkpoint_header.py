@@ -113,12 +113,7 @@ BAD = [
         "at most 100000000 bytes",
         2**57,
     ),
-    raw(
-        "zip",
-        b"PK\x03\x04\0\0\x08\x08" + bytes(56),
-        "the file in it, unpacked",
-        "a zip archive",
-    ),
+    raw("zip", b"PK\x03\x04\0\0\x08\x08" + bytes(56), "the file in it, unpacked", "a zip archive"),
     raw("gguf", b"GGUF" + b"\3\0\0\0" * 9, "the name model.gguf", "a gguf file"),
     raw(
         "git lfs",
@@ -150,11 +145,7 @@ BAD = [
     header_error("Infinity", '{"a":[-Infinity]}', None, "JSON", "-Infinity"),
     header_error("deep", deep(100_000), None, "JSON", "more than 127 levels of nesting"),
     header_error(
-        "huge integer",
-        '{"a":' + "9" * 100_000 + "}",
-        None,
-        "JSON",
-        "an integer of 100000 digits",
+        "huge integer", '{"a":' + "9" * 100_000 + "}", None, "JSON", "an integer of 100000 digits"
     ),
     # names
     header_error(
@@ -574,10 +565,7 @@ def test_parse_header_touches_no_file(tmp_path: Path) -> None:
     assert parse_header(content[: header.data_start], path, len(content)) == header
     with pytest.raises(TruncatedFileError) as raised:
         parse_header(content[: header.data_start - 1], path, len(content))
-    assert (raised.value.expected, raised.value.found) == (
-        header.data_start,
-        header.data_start - 1,
-    )
+    assert (raised.value.expected, raised.value.found) == (header.data_start, header.data_start - 1)
 
 
 def test_what_is_not_a_file_is_refused_without_waiting(tmp_path: Path) -> None:

@@ -418,10 +418,7 @@ def test_rule_of_auto(
 ) -> None:
     """Memory is short where what is to be read and allocated does not fit, with a margin."""
     cache = PageCache(
-        "auto",
-        to_read_nbytes=to_read,
-        to_allocate_nbytes=to_allocate,
-        available=lambda: available,
+        "auto", to_read_nbytes=to_read, to_allocate_nbytes=to_allocate, available=lambda: available
     )
     assert cache.reason == ""
     cache.open(small).close()

@@ -508,10 +508,7 @@ def test_files_in_memory_are_known(path: str, filesystem: str) -> None:
     assert filesystem_in_memory("/mnt", "") == ""
 
 
-@pytest.mark.parametrize(
-    "filesystem",
-    NOT_MAPPED,
-)
+@pytest.mark.parametrize("filesystem", NOT_MAPPED)
 def test_auto_reads_network_and_unknown_filesystems_by_pread(filesystem: str) -> None:
     assert reader_for(filesystem, 1000) == "pread"
 

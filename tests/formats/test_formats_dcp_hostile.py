@@ -122,10 +122,7 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "a missing chunk": (_chunks(((0, 0), (2, 4))), "leave holes"),
     "no chunks": (_chunks(), "leave holes"),
     "a hole": (_chunks(((0, 0), (2, 4)), size=torch.Size((5, 4))), "leave holes"),
-    "a chunk beyond the tensor": (
-        _chunks(((0, 0), (2, 4)), ((3, 0), (2, 4))),
-        "leads out of it",
-    ),
+    "a chunk beyond the tensor": (_chunks(((0, 0), (2, 4)), ((3, 0), (2, 4))), "leads out of it"),
     "a huge origin": (_chunks(((0, 0), (2, 4)), ((2**61, 0), (2, 4))), "leads out of it"),
     "huge sizes": (_chunks(((0, 0), (2**61, 2**61))), "contradicts the metadata"),
     "a huge tensor": (_chunks(((0, 0), (2, 4)), size=torch.Size((2**61, 4))), "leave holes"),

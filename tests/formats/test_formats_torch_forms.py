@@ -193,11 +193,7 @@ OTHERS: Mapping[str, tuple[Callable[[], bytes], str, str]] = {
         "is not a torch file",
         "the file itself: download it again",
     ),
-    "npz": (
-        _npz,
-        "is a zip archive, but not of torch.save",
-        "one entry data.pkl",
-    ),
+    "npz": (_npz, "is a zip archive, but not of torch.save", "one entry data.pkl"),
     "nothing": (lambda: b"", "is not of torch.save", "a file that torch.save wrote"),
 }
 
@@ -226,10 +222,7 @@ def test_the_call_that_is_suggested_for_a_tar_archive(
 UNREADABLE: Mapping[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: filled(2, 2).to_sparse(), "it is sparse"),
     "conjugated": (lambda: (filled(2) + 1j).conj(), "it is a view that is conjugated or negated"),
-    "meta": (
-        lambda: torch.empty(3, device="meta"),
-        "it is on the meta device, and has no values",
-    ),
+    "meta": (lambda: torch.empty(3, device="meta"), "it is on the meta device, and has no values"),
     "complex128": (lambda: torch.zeros(2, dtype=torch.complex128), "unknown dtype"),
 }
 

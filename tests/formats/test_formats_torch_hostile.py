@@ -17,25 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameters import few
-from torch_files import (
-    archive,
-    integer,
-    pickle_of,
-    state_dict,
-    storage,
-    tensor,
-    text,
-    write,
-)
-from torch_hostile import (
-    PICKLES,
-    TENSORS,
-    little_memory,
-    mutated,
-    named,
-    open_hostile,
-    refused,
-)
+from torch_files import archive, integer, pickle_of, state_dict, storage, tensor, text, write
+from torch_hostile import PICKLES, TENSORS, little_memory, mutated, named, open_hostile, refused
 
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import CheckpointError, HeaderError
@@ -220,10 +203,7 @@ ARCHIVES: Mapping[str, tuple[bytes, str]] = {
     "an entry beyond the end": (_put(GOOD, _entry(3) + 42, "I", 2**31), "overlap"),
     "an entry in the directory": (_put(GOOD, _entry(3) + 42, "I", _DIRECTORY), "overlap"),
     "an entry at another's place": (_put(GOOD, _entry(2) + 42, "I", _local(1)), "overlap"),
-    "entries that overlap": (
-        _put(GOOD, _entry(0) + 20, "2I", _local(1), _local(1)),
-        "overlap",
-    ),
+    "entries that overlap": (_put(GOOD, _entry(0) + 20, "2I", _local(1), _local(1)), "overlap"),
     "an entry of 4 GiB": (_put(GOOD, _entry(2) + 20, "2I", 2**31, 2**31), "overlap"),
     "another entry's header": (_put(GOOD, _local(2), "4s", b"xxxx"), "not where its directory"),
     "another name in the entry": (

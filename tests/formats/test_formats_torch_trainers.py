@@ -218,10 +218,7 @@ SCRIPTS: Mapping[str, tuple[bytes, str]] = {
     ),
     "an argument of a class": (_by_hand(b"c__torch__\nN\nN\x85\x81"), "NEWOBJ at byte"),
     "a module of modules of it": (_by_hand(_twice(40)), _REFUSED),
-    "itself": (
-        _by_hand(b"c__torch__\nN\n)\x81q\0}" + text("a" * 99) + b"h\0sb"),
-        _REFUSED,
-    ),
+    "itself": (_by_hand(b"c__torch__\nN\n)\x81q\0}" + text("a" * 99) + b"h\0sb"), _REFUSED),
     "long names of many modules": (
         _by_hand(
             _module(

@@ -87,8 +87,7 @@ def test_a_model_is_the_source_in_every_entrance(source: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "kind",
-    product(["Q8_0", "Q4_1", "MXFP4", "q6_k"], fast=lambda kind: kind == "q6_k"),
+    "kind", product(["Q8_0", "Q4_1", "MXFP4", "q6_k"], fast=lambda kind: kind == "q6_k")
 )
 def test_blocks_are_dequantized_in_every_entrance(source: Any, kind: str, tmp_path: Path) -> None:
     """Logits are those of gguf-py's numbers; a conversion gives the same, turned ones too."""
@@ -269,13 +268,7 @@ def _split(tmp_path: Path, model: Any) -> list[Path]:
     tensors = tensors_of(model)
     path = tmp_path / "set" / "small.gguf"
     path.parent.mkdir()
-    write(
-        path,
-        tensors,
-        quantized_types(tensors, "Q8_0"),
-        config=model.config,
-        split_max_tensors=7,
-    )
+    write(path, tensors, quantized_types(tensors, "Q8_0"), config=model.config, split_max_tensors=7)
     found = sorted(path.parent.iterdir())
     assert [each.name for each in found] == [
         f"small-{i + 1:05}-of-{len(found):05}.gguf" for i in range(len(found))

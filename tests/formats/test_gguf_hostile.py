@@ -165,10 +165,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "the same bytes twice": (file([], [A, tensor("b", (8, 8))]), "begins inside another"),
     "the same name twice": (file([], [A, tensor("a", (8,), 0, 256)]), "a name is not unique"),
     "two names of one parameter": (
-        file(
-            LLAMA[:1],
-            [tensor("output.weight", (8,)), tensor("lm_head.weight", (8,), 0, 256)],
-        ),
+        file(LLAMA[:1], [tensor("output.weight", (8,)), tensor("lm_head.weight", (8,), 0, 256)]),
         "'lm_head.weight': a name is not unique",
     ),
     "type of tensors 4": (file([], [tensor("a", (32,), 4)]), "its type is not read.*found 4"),
@@ -178,10 +175,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a scalar of blocks": (file([], [tensor("a", (), 8)]), "not blocks of Q8_0"),
     "rows that are no heads": (file(LLAMA, [tensor(QUERIES, (8, 12))]), "split into heads"),
     "no heads": (file(LLAMA[:1], [tensor(QUERIES, (8, 8))]), "split into heads"),
-    "0 heads": (
-        file([LLAMA[0], pair(HEADS, 4, 0)], [tensor(QUERIES, (8, 8))]),
-        "split into heads",
-    ),
+    "0 heads": (file([LLAMA[0], pair(HEADS, 4, 0)], [tensor(QUERIES, (8, 8))]), "split into heads"),
     "heads of float": (
         file([LLAMA[0], pair(HEADS, 6, 4.0)], [tensor(QUERIES, (8, 8))]),
         "split into heads",

@@ -57,8 +57,7 @@ def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("bits", "group", "dtype"),
     product(
-        *LAYOUTS,
-        fast=lambda bits, group, dtype: (group, dtype) == (64, "bfloat16") or bits == 4,
+        *LAYOUTS, fast=lambda bits, group, dtype: (group, dtype) == (64, "bfloat16") or bits == 4
     ),
 )
 def test_what_mlx_quantised(tmp_path: Path, bits: int, group: int, dtype: str) -> None:

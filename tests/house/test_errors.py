@@ -82,7 +82,7 @@ EXAMPLES += [
         FileChangedError("f", "has changed", tensor="w", expected=1, found=2, held_back=True),
         {"path": "f", "tensor": "w", "expected": 1, "found": 2, "held_back": True},
         ("f", "has changed", "w", "1", "2"),
-    ),
+    )
 ]
 EXAMPLES += [
     (

@@ -68,8 +68,7 @@ def devices_of(out: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "device",
-    ["host", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu", "CPU"))],
+    "device", ["host", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu", "CPU"))]
 )
 def test_nothing_can_be_written(small_checkpoint: Path, device: str) -> None:
     """No folder for temporary files, no home, no shared memory: it loads, and keeps nothing."""

@@ -11,15 +11,7 @@ import needs
 import numpy as np
 import pytest
 from hub_server import Hub, hub
-from lora_files import (
-    BASE,
-    Array,
-    adapter,
-    assert_within_one_rounding,
-    pair,
-    random,
-    write,
-)
+from lora_files import BASE, Array, adapter, assert_within_one_rounding, pair, random, write
 
 import streamload
 from streamload.core import patterns

@@ -146,12 +146,7 @@ def test_an_entrance_describes_an_option_in_its_own_words() -> None:
     ]
     assert text[6].startswith("    reserve: bytes, or a size, that stay free")
     assert text[8] == "    batch: as many as it likes."
-    assert text[-4:] == [
-        "    fast: whether it hurries.",
-        "",
-        "Returns:",
-        "    The options.",
-    ]
+    assert text[-4:] == ["    fast: whether it hurries.", "", "Returns:", "    The options."]
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:

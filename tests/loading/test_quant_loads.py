@@ -396,11 +396,7 @@ def test_auto_takes_the_least_loss_that_fits(tmp_path: Path) -> None:
     ],
 )
 def test_auto_casts_before_it_quantizes(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dtypes: Sequence[str],
-    config: Any,
-    took: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtypes: Sequence[str], config: Any, took: str
 ) -> None:
     """Of float32, to the 16 bits that the configuration and the other weights have."""
     monkeypatch.setattr(Devices, "_native_bf16", lambda self, name: True)

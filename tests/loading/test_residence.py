@@ -86,9 +86,7 @@ def test_without_a_model(saved: tuple[Path, dict[str, torch.Tensor]], device: st
     assert plan(path, device=device, budget="1MB", residence="mapped").devices[0].mapped_nbytes
 
 
-def test_what_is_written_stays_in_the_process(
-    saved: tuple[Path, dict[str, torch.Tensor]],
-) -> None:
+def test_what_is_written_stays_in_the_process(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     """Optimizers and a child write to pages of their own; the file stays."""
     path, state = saved
     files = {shard: shard.read_bytes() for shard in path.glob("*.safetensors")}

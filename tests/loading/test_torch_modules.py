@@ -437,12 +437,7 @@ def test_parameters_of_several_tensors(tmp_path: Path) -> None:
         load(model, path, mapping={"weight": ["q", "k", "v"]}, chunk_nbytes=20)
         assert torch.equal(model.weight, torch.cat([q, k, v]))
     model = nn.Linear(3, 3, bias=False)
-    load(
-        model,
-        path,
-        mapping={"weight": [RowRange("v", 1, 2), RowRange("q", 2, 4)]},
-        strict=False,
-    )
+    load(model, path, mapping={"weight": [RowRange("v", 1, 2), RowRange("q", 2, 4)]}, strict=False)
     assert torch.equal(model.weight, torch.cat([v[1:2], q[2:4]]))
 
 
@@ -877,8 +872,7 @@ def wrapped(kind: str, inner: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["DataParallel", pytest.param("compile", marks=pytest.mark.slow), "both", "layer"],
+    "kind", ["DataParallel", pytest.param("compile", marks=pytest.mark.slow), "both", "layer"]
 )
 @pytest.mark.parametrize("stored", ["plain", "wrapped"])
 def test_wrapped_modules(tmp_path: Path, kind: str, stored: str) -> None:

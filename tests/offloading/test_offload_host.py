@@ -21,12 +21,7 @@ from torch import nn
 
 import streamload
 from streamload.core.dtypes import BF16, parse_dtype
-from streamload.errors import (
-    CheckpointError,
-    FileChangedError,
-    OffloadError,
-    PlanInfeasibleError,
-)
+from streamload.errors import CheckpointError, FileChangedError, OffloadError, PlanInfeasibleError
 from streamload.offloading import plan as planning
 
 LAYERS, WIDTH = 8, 256

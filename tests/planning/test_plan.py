@@ -291,12 +291,7 @@ BIG = checkpoint_of({f"w{i}": ("BF16", [8 * MIB]) for i in range(4)})  # 16 MiB 
         # straight from the map into the device; the shortest reads if it must not be mapped
         (device_spec("d", 10**9), {}, 64 * 2**10, 0),
         (device_spec("d", 10**9, host_visible=False), {}, 2 * 2 * 8 * MIB, 0),
-        (
-            device_spec("d", 10**9, host_visible=False, shared_memory=False),
-            {},
-            0,
-            2 * 2 * 8 * MIB,
-        ),
+        (device_spec("d", 10**9, host_visible=False, shared_memory=False), {}, 0, 2 * 2 * 8 * MIB),
         (device_spec("d", 10**9), {"readers": ["pread"]}, 2 * 8 * MIB, 0),
         (device_spec("d", 10**9), {"readers": ["http"]}, 2 * 8 * MIB, 0),
         (device_spec("d", 10**9), {"readers": ["pread"], "dtype": "checkpoint"}, 0, 0),
@@ -803,18 +798,8 @@ KINDS = checkpoint_of(
         ("checkpoint", False, "llvm", "bfloat16 bfloat16 float32 int64 bool"),
         ("float16", True, None, "float16 float16 float16 int64 bool"),
         (BF16, False, None, "bfloat16 bfloat16 bfloat16 int64 bool"),
-        (
-            {"*norm*": "float32", "*": "float16"},
-            False,
-            None,
-            "float32 float16 float16 int64 bool",
-        ),
-        (
-            {"*": "float16", "*norm*": "float32"},
-            False,
-            None,
-            "float16 float16 float16 int64 bool",
-        ),
+        ({"*norm*": "float32", "*": "float16"}, False, None, "float32 float16 float16 int64 bool"),
+        ({"*": "float16", "*norm*": "float32"}, False, None, "float16 float16 float16 int64 bool"),
         (
             {"*.f32": "float64", "*norm*": "checkpoint"},
             False,

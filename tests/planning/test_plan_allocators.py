@@ -447,7 +447,7 @@ def test_the_driver_never_takes_more_than_was_planned(
                 "cuda:0",
                 held[how[want.name]][0],
                 int(4 * math.prod(want.shape) / held[how[want.name]][1]),
-            ),
+            )
         )
         for want in wants_of(checkpoint)
     ]

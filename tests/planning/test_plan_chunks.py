@@ -194,9 +194,7 @@ def random_placements(
             split = whole.reshape(transpose.groups, outer, inner, -1)
             whole = split.swapaxes(1, 2).reshape(whole.shape)
         dst = rng.choice([F32, F16, F64])
-        placements.append(
-            place(f"p{number}", whole.shape, source, dst=dst, transpose=transpose),
-        )
+        placements.append(place(f"p{number}", whole.shape, source, dst=dst, transpose=transpose))
         expected.append(whole.reshape(-1))
     return placements, expected
 

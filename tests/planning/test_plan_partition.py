@@ -455,10 +455,7 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "head": ["embed_out.weight", "gpt_neox.final_layer_norm.weight"],
     },
     "bert": {
-        "embedding": [
-            "bert.embeddings.LayerNorm.weight",
-            "bert.embeddings.word_embeddings.weight",
-        ],
+        "embedding": ["bert.embeddings.LayerNorm.weight", "bert.embeddings.word_embeddings.weight"],
         "bert.encoder.layer.0": ["bert.encoder.layer.0.attention.self.query.weight"],
         "bert.encoder.layer.1": ["bert.encoder.layer.1.attention.self.query.weight"],
         "head": ["bert.pooler.dense.weight", "cls.predictions.transform.dense.weight"],

@@ -399,11 +399,7 @@ except MemoryTakenError as error:
 
 @pytest.mark.parametrize(
     ("device", "how"),
-    product(
-        ["host", "CL", "cpu"],
-        ["limited", "moved"],
-        fast=lambda device, how: device == "host",
-    ),
+    product(["host", "CL", "cpu"], ["limited", "moved"], fast=lambda device, how: device == "host"),
 )
 def test_a_limit_that_comes_during_a_load(
     cgroup: Boxes, folder: Path, device: str, how: str

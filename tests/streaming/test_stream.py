@@ -310,10 +310,7 @@ def test_several_devices_get_what_is_theirs(tmp_path: Path) -> None:
 
 # --- faults -------------------------------------------------------------------------------------
 
-OPERATIONS = {
-    True: ("allocate", "window"),
-    False: ("allocate", "staging", "copy", "wait", "close"),
-}
+OPERATIONS = {True: ("allocate", "window"), False: ("allocate", "staging", "copy", "wait", "close")}
 
 
 class OddError(Exception):

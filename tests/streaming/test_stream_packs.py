@@ -21,14 +21,7 @@ import streamload
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.core.dtypes import DType
 from streamload.core.memory import STAGING, Ledger
-from streamload.devices.base import (
-    BulkFailure,
-    Copy,
-    DeviceInfo,
-    Read,
-    Staging,
-    Ticket,
-)
+from streamload.devices.base import BulkFailure, Copy, DeviceInfo, Read, Staging, Ticket
 from streamload.devices.host import HostDevice, HostFramework
 from streamload.devices.staging import DONE, HostStaging
 from streamload.errors import AllocationError, TruncatedFileError

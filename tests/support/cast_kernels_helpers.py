@@ -6,10 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from streamload.codecs.llvm import (
-    Target,
-    host_target,
-)
+from streamload.codecs.llvm import Target, host_target
 
 BASELINE = Target("x86_64-unknown-linux-gnu", "x86-64", "-f16c,-avx,-avx2,-avx512f")
 

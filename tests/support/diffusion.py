@@ -77,10 +77,7 @@ def unet(**config: Any) -> Any:
 def stable_diffusion() -> Any:
     return diffusers.StableDiffusionPipeline(
         unet=unet(
-            block_out_channels=(4, 8),
-            layers_per_block=1,
-            cross_attention_dim=32,
-            norm_num_groups=2,
+            block_out_channels=(4, 8), layers_per_block=1, cross_attention_dim=32, norm_num_groups=2
         ),
         scheduler=diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False),
         vae=vae(),

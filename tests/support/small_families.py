@@ -167,7 +167,7 @@ _LISTENS = {
     **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4},
 }
 _WINDOWS = {
-    **{"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4},
+    **{"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
 }
 _STAGES = {"hidden_sizes": [32, 64, 64, 64], "depths": [1, 1, 2, 1], "embedding_size": 32}
 _SEES_PATCHES = {
@@ -201,8 +201,7 @@ FAMILIES: Mapping[str, Family] = {
     "GLM-4": Family("Glm4ForCausalLM"),
     "GPT-J": Family("GPTJForCausalLM"),
     "GPT-Neo": Family(
-        "GPTNeoForCausalLM",
-        sizes={"attention_types": [[["global", "local"], 3]], "window_size": 8},
+        "GPTNeoForCausalLM", sizes={"attention_types": [[["global", "local"], 3]], "window_size": 8}
     ),
     "GPTBigCode": Family("GPTBigCodeForCausalLM"),
     "Granite": Family("GraniteForCausalLM"),
@@ -238,8 +237,7 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "Falcon-H1": Family(
-        "FalconH1ForCausalLM",
-        sizes={"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16},
+        "FalconH1ForCausalLM", sizes={"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16}
     ),
     "FalconMamba": Family("FalconMambaForCausalLM", sizes={"time_step_rank": 32}),
     "Jamba": Family(
@@ -285,9 +283,7 @@ FAMILIES: Mapping[str, Family] = {
     "DistilBERT": Family("DistilBertForMaskedLM", "encoder"),
     "ELECTRA": Family("ElectraForMaskedLM", "encoder"),
     "Funnel": Family(
-        "FunnelForMaskedLM",
-        "encoder",
-        {"d_inner": 128, "d_head": 16, "block_sizes": [2, 2]},
+        "FunnelForMaskedLM", "encoder", {"d_inner": 128, "d_head": 16, "block_sizes": [2, 2]}
     ),
     "ModernBERT": Family("ModernBertForMaskedLM", "encoder"),
     "MPNet": Family("MPNetForMaskedLM", "encoder"),

@@ -33,9 +33,7 @@ class Run:
     changes: Changes = NO_CHANGES
 
     def go(
-        self,
-        progress: Callable[[int], None] = lambda nbytes: None,
-        opener: Opener = open_shard,
+        self, progress: Callable[[int], None] = lambda nbytes: None, opener: Opener = open_shard
     ) -> StreamStats:
         self.target.begin_all()
         transfer = Transfer(

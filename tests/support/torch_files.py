@@ -30,10 +30,7 @@ def storage(key: str = "0", numel: int = 4, kind: str = "FloatStorage", view: by
 
 
 def tensor(
-    shape: tuple[int, ...] = (4,),
-    strides: tuple[int, ...] = (1,),
-    offset: int = 0,
-    of: bytes = b"",
+    shape: tuple[int, ...] = (4,), strides: tuple[int, ...] = (1,), offset: int = 0, of: bytes = b""
 ) -> bytes:
     numbers = (tuple_of(*map(integer, each)) for each in (shape, strides))
     hooks = b"ccollections\nOrderedDict\n)R"

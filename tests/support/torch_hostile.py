@@ -184,11 +184,7 @@ TENSORS: Mapping[str, tuple[bytes, dict[str, bytes], str]] = {
     "a huge length": (tensor((2**70,), (0,)), {"0": bytes(16)}, "REDUCE at byte"),
     "a huge shape": (tensor((2**31, 2**31), (0, 0)), {"0": bytes(16)}, "the shape is too large"),
     "fewer strides": (tensor((2, 2), (1,)), {"0": bytes(16)}, "the shape and the strides"),
-    "a thousand axes": (
-        tensor((1,) * 1000, (1,) * 1000),
-        {"0": bytes(16)},
-        "REDUCE at byte",
-    ),
+    "a thousand axes": (tensor((1,) * 1000, (1,) * 1000), {"0": bytes(16)}, "REDUCE at byte"),
     "no such storage": (tensor(of=storage("7")), {"0": bytes(16)}, "its storage is missing"),
     "a path for a storage": (
         tensor(of=storage("../../etc/passwd")),

@@ -17,12 +17,7 @@ from recording import Faults
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.core.memory import STAGING, Ledger
-from streamload.errors import (
-    AllocationError,
-    CheckpointError,
-    DeviceError,
-    LoadState,
-)
+from streamload.errors import AllocationError, CheckpointError, DeviceError, LoadState
 from streamload.planning.match import Match, ModelParameters, match
 from streamload.planning.moves import DeviceSpec, DTypePolicy
 from streamload.planning.plan import Plan

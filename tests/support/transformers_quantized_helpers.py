@@ -77,11 +77,7 @@ def fp8(block: tuple[int, int] | None, name: str = "Llama", **changes: Any) -> M
         plain(folder, name, **changes)
         size = list(block) if block else None
         rewrite(
-            folder,
-            change,
-            quant_method="fp8",
-            activation_scheme="dynamic",
-            weight_block_size=size,
+            folder, change, quant_method="fp8", activation_scheme="dynamic", weight_block_size=size
         )
 
     return make

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import needs
-from transformers_quantized_helpers import (
-    MOE,
-    plain,
-)
+from transformers_quantized_helpers import MOE, plain
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")

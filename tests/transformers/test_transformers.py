@@ -644,11 +644,7 @@ def test_a_model_comes_from_a_file_an_index_or_the_cache(
     refs.mkdir()
     (refs / "main").write_text("0123abc")
     use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path, offline=True)
-    for path in (
-        single / "model.safetensors",
-        folder / "model.safetensors.index.json",
-        "me/tiny",
-    ):
+    for path in (single / "model.safetensors", folder / "model.safetensors.index.json", "me/tiny"):
         found = load(path)
         assert_same_bits(found, expected)
         assert found.config._name_or_path == str(path)

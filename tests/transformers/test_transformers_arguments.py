@@ -401,7 +401,7 @@ def test_variants_and_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     half = new_model("llama", torch.float16)
     half.save_pretrained(folder, variant="fp16")
     assert {p.name for p in folder.glob("*.safetensors")} == {
-        *("model.safetensors", "model.fp16.safetensors"),
+        *("model.safetensors", "model.fp16.safetensors")
     }
     monkeypatch.setenv("HOME", str(tmp_path))
     given = {"subfolder": "text", "variant": "fp16", "dtype": torch.float16}

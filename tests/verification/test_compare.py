@@ -158,7 +158,7 @@ def test_what_the_sidecar_and_the_checkpoint_do_not_agree_on(tmp_path: Path) -> 
     assert (found.verified_count, found.nbytes) == (1, 2)
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [
-        *("a.w", "b.w", "a.big", "b.none", "b.half", "new"),
+        *("a.w", "b.w", "a.big", "b.none", "b.half", "new")
     ]
     assert lines[-1].startswith(f"6 tensors not as {SIDECAR} says, 1 verified, 2 B in ")
     data = json.loads(found.to_json())
@@ -771,7 +771,7 @@ def test_diff(here: Command, path: Path, tmp_path: Path) -> None:
     other = written(tmp_path, {name: TENSORS[name] for name in ("a.w", "b.w")})
     out, err = here("diff", path, other, code=1)
     assert [line.split()[0] for line in out.splitlines()] == [
-        *("tensor", "a.big", "b.one", "b.none", "b.half", "4"),
+        *("tensor", "a.big", "b.one", "b.none", "b.half", "4")
     ]
     assert err == ""
     assert here("diff", path, other, "--select", "?.w")[1] == ""
@@ -797,12 +797,7 @@ def test_diff(here: Command, path: Path, tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_done(
-    here: Command,
-    path: Path,
-    tmp_path: Path,
-    arguments: Sequence[str],
-    code: int,
-    message: str,
+    here: Command, path: Path, tmp_path: Path, arguments: Sequence[str], code: int, message: str
 ) -> None:
     """Nothing on stdout, one line on stderr, and exit code 1 for what is there, 2 for usage."""
     file = one(tmp_path, "other.safetensors", "F32", np.array([1e30], np.float32))
