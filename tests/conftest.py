@@ -94,7 +94,6 @@ def pytest_runtest_logfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def suggestions_help(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After a test, execute what the errors in it suggest."""
     suggested.raised.clear()
     yield
     if request.path.parent.name in _SUGGESTING:

@@ -20,7 +20,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def bench(folder: Path, *arguments: str) -> Any:
-    """The report of sections that run without an error."""
     out = folder / "bench.json"
     command = [sys.executable, SCRIPT, *arguments, "--json", out]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -45,7 +45,6 @@ def job_of(path: Path, loader: str = OURS, **task: str) -> dict[str, Any]:
 
 
 def site(folder: Path, text: str) -> str:
-    """A folder in which the module ml_dtypes is what is given."""
     folder.mkdir()
     (folder / "ml_dtypes.py").write_text(text)
     return str(folder)

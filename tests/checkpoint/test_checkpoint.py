@@ -53,7 +53,6 @@ def names(checkpoint: Checkpoint) -> list[str]:
 
 
 def refused(path: str | Path, error: type[CheckpointError] = HeaderError) -> CheckpointError:
-    """The error of exactly this class that opening raises."""
     with pytest.raises(CheckpointError) as raised:
         open_checkpoint(path)
     assert type(raised.value) is error

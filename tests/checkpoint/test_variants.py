@@ -40,7 +40,6 @@ FOLDERS = {
 
 
 def write(folder: Path, names: tuple[str, ...], code: str = "F32") -> None:
-    """The tensors a and b, in one file or two."""
     nbytes = {"F32": 4, "F16": 2}[code]
     tensors = {name: (code, (1,), bytes(nbytes)) for name in "ab"}
     for number, name in enumerate(names):

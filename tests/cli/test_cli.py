@@ -456,7 +456,6 @@ def test_the_environment_chooses_the_device(layers: Path) -> None:
 
 
 def rest_of(terminal: int) -> bytes:
-    """What comes from a terminal until its other end is closed; closes it."""
     seen = b""
     with suppress(OSError):  # the other end is closed
         while True:

@@ -47,7 +47,6 @@ def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def run(
     src: DType, dst: DType, data: Any, *, engine: Engine = "auto", out_of_range: OutOfRange = "inf"
 ) -> tuple[bytearray, CastCounts]:
-    """The bytes that a cast makes of others, and its counts."""
     view = memoryview(data).cast("B")
     out = bytearray(view.nbytes // src.itemsize * dst.itemsize)
     counts = make_cast(src, dst, engine=engine, out_of_range=out_of_range)(view, memoryview(out))

@@ -69,7 +69,6 @@ def _run(
 
 
 def _same(mine: Array, theirs: Array) -> None:
-    """Equal bits, but for the payload of NaN."""
     left, right = mine.view(np.float32), theirs.view(np.float32)
     nan = np.isnan(left)
     assert (nan == np.isnan(right)).all()

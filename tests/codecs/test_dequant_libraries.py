@@ -22,7 +22,6 @@ _TWICE = 60
 
 
 def ours(tmp_path: Path, sample: Sample, dtype: str) -> Any:
-    """What a load makes of a weight, as torch's."""
     report = load(write(tmp_path, [sample]), dtype, device="torch:cpu")
     return report.state_dict[sample.name]
 

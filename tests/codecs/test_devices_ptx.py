@@ -75,7 +75,6 @@ def some(dtype: DType, numel: int) -> Bits:
 
 
 def kernel_id(kernel: tuple[DType, DType, bool]) -> str:
-    """A kernel's name in the output of pytest."""
     src, dst, clamp = kernel
     return f"{src.code}-{dst.code}-{'clamp' if clamp else 'inf'}"
 

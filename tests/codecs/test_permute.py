@@ -11,7 +11,6 @@ from streamload.codecs.permute import compile_transpose, transpose
 
 @pytest.fixture(autouse=True)
 def kernels() -> None:
-    """What is asked for before any bytes are read."""
     compile_transpose([1, 2, 4, 8])
 
 

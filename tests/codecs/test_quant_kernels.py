@@ -41,7 +41,6 @@ ALL_FORMS = [*FORMS, *(ALL_SCHEMES[name] for name in ("q4f16_1", "q4f16_0", "q3f
 
 
 def form_id(form: Any) -> str:
-    """A format's name in the output of pytest."""
     return f"{form.name}-{getattr(form, 'arithmetic', 'cpu')}"
 
 

@@ -20,7 +20,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def quantised(form: Scheme, sample: Sample) -> tuple[dict[str, Array], Any]:
-    """A sample's parts, by suffix, and what it became."""
     tensor = form.of(sample.x.shape, sample.src)
     encoder = tensor.encoder(sample.src)
     out = bytearray(tensor.parts[0].nbytes)

@@ -40,7 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Any) -> tuple[dict[str, tuple[Any, Any]], Any]:
-    """The input and the output of each Linear, in float64, and the logits."""
     seen: dict[str, tuple[Any, Any]] = {}
 
     def note(name: str) -> Any:

@@ -57,7 +57,6 @@ def quantized_there(
 def assert_same(
     found: tuple[bytes, Array, QuantCounts], expected: tuple[bytes, Array, QuantCounts], name: str
 ) -> None:
-    """Codes, statistics and counts are equal."""
     assert found[0] == expected[0], name
     assert np.array_equal(found[1], expected[1]), name
     assert_same_counts(found[2], expected[2], name)
@@ -155,7 +154,6 @@ def test_the_assembler_takes_it(tmp_path: Path) -> None:
 
 
 def nested_there(values: Array, offset: np.float32) -> tuple[Array, Array]:
-    """Codes and scales of statistics, by the kernel."""
     count = -(-values.size // dynamic.BLOCK)
     scales = 1280 + -(-values.nbytes // 256) * 256
     out = scales + 256 * (count // 64 + 1)

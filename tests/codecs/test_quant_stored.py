@@ -32,12 +32,10 @@ SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4}
 
 
 def groups(checkpoint: Checkpoint) -> Mapping[str, QuantizedWeight]:
-    """Return the quantized weights by name."""
     return checkpoint.groups
 
 
 def read_states(checkpoint: Checkpoint) -> Mapping[str, QuantizedWeight]:
-    """Return the quantized weights with their shapes."""
     return stored.read_states(checkpoint.layouts, checkpoint.groups)
 
 

@@ -152,7 +152,6 @@ def test_files_are_filled(tmp_path: Path) -> None:
 
 
 def _first_in(folder: Path, file: OutFile) -> str:
-    """Of a file's tensors the one that comes first in the source."""
     order = list(open_checkpoint(folder).tensors)
     return min((t.info.name for t in file.tensors), key=order.index)
 
@@ -615,7 +614,6 @@ class _StopError(Exception):
 
 
 def stop(done: int, total: int) -> None:
-    """End a conversion when it tells that it has begun."""
     raise _StopError
 
 

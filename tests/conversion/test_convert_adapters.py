@@ -36,7 +36,6 @@ Q, V = "model.layers.0.q_proj", "model.layers.0.v_proj"
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """Three matrices and a bias in bf16."""
     kind = ml_dtypes.bfloat16
     arrays = {f"{Q}.weight": random(0, 300, 1000, dtype=kind), "head.weight": random(1, 9, 12)}
     arrays |= {f"{V}.weight": random(2, 40, 40, dtype=kind), f"{V}.bias": random(3, 40, dtype=kind)}

@@ -27,7 +27,6 @@ from streamload.errors import CheckpointError
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Twenty tensors of 400 kB."""
     rng = np.random.default_rng(7)
     folder = tmp_path / "source"
     folder.mkdir()

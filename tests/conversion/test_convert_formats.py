@@ -118,7 +118,6 @@ def test_killed_at_size(start: Start, large: Path, name: str) -> None:
 
 
 def sums_of(folder: Path) -> dict[str, str]:
-    """The digest of every file below a folder, by its path."""
     found = {}
     for path in folder.rglob("*"):
         if path.is_file():
@@ -157,7 +156,6 @@ def test_a_small_machine(cgroup: Boxes, large: Path, name: str) -> None:
 
 
 def in_a_box(cgroup: Boxes, folder: Path, name: str, nbytes: int, limit_nbytes: int) -> None:
-    """Convert so many bytes in so much memory."""
     WRITTEN[name].make(folder / "in", nbytes)
     forget(folder / "in")
     options = (f"--{key}={value}" for key, value in WRITTEN[name].options.items())
@@ -253,7 +251,6 @@ SHAPES = {
 
 
 def source(folder: Path) -> dict[str, Array]:
-    """A checkpoint in two files; gives its values."""
     rng = np.random.default_rng(0)
     arrays = {
         name: rng.standard_normal(shape).astype(KINDS[kind].numpy)
@@ -269,7 +266,6 @@ def source(folder: Path) -> dict[str, Array]:
 def convert(
     folder: Path, out: Path, make: Callable[[Model], Sequence[Target]], **options: Any
 ) -> dict[str, bytes]:
-    """What is written of each tensor, by plain reads."""
     Puzzle.make = staticmethod(make)
     quiet(folder, out, to="puzzle", verify=True, **options)
     places, sums = json.loads((out / "index.json").read_text())

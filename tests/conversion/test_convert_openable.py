@@ -33,7 +33,6 @@ FALCON = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_atte
 
 
 def falcon(folder: Path) -> None:
-    """A small Falcon, whose products are of a class of its own."""
     transformers.FalconForCausalLM(transformers.FalconConfig(**FALCON)).save_pretrained(folder)
 
 

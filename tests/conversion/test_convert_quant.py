@@ -40,7 +40,6 @@ CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 
 
 def source(path: Path, dtype: Any = ml_dtypes.bfloat16, config: Any = CONFIG) -> Path:
-    """A small Llama in two files, with its configuration."""
     made = write(path, model(dtype), shards=2)
     (made / "config.json").write_text(json.dumps(config))
     return made
@@ -324,7 +323,6 @@ def test_differences_are_found(tmp_path: Path) -> None:
 
 
 def stored(path: Path, *samples: dequant_samples.Sample) -> Path:
-    """A checkpoint with weights that are stored quantised, and a plain one."""
     made = dequant_samples.write(path, list(samples))
     rest = {"l.0.up.weight": dequant_samples.entry(matrix(5, 64, 128))}
     (file,) = made.glob("*.safetensors")
@@ -691,7 +689,6 @@ def test_rows_without_whole_blocks(tmp_path: Path, name: str) -> None:
 
 
 def fp8_folder(folder: Path) -> Path:
-    """A checkpoint of FP8 weights with one scale each, and a norm."""
     values = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     with np.errstate(over="ignore"):
         codes = values.astype(ml_dtypes.float8_e4m3fn)

@@ -179,7 +179,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(folder: Path, prompt: str, count: int) -> tuple[list[int], str]:
-    """Greedy tokens of transformers in float32, and their text."""
     torch, transformers = needs.module("torch"), needs.module("transformers")
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -204,7 +203,6 @@ for prompt in prompts:
 
 
 def of_mistral(folder: Path, count: int) -> subprocess.CompletedProcess[str]:
-    """What mistralrs says after each prompt."""
     argv = [sys.executable, "-c", _MISTRAL, str(folder), str(count), *PROMPTS]
     return subprocess.run(argv, capture_output=True, text=True, timeout=300)
 

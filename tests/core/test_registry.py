@@ -158,7 +158,6 @@ USES = {
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with the package, and files of weights."""
     (tmp_path / "acme").mkdir()
     codes = {"__init__": "", "device": DEVICE, "engine": ENGINE}
     codes |= {"format": FORMAT, "reader": READER, "writer": WRITER}

@@ -70,7 +70,6 @@ sys.addaudithook(no_proc)
 
 
 def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, which has not imported streamload."""
     return forked.run([sys.executable, "-c", textwrap.dedent(code), *arguments], forked.TORCH)
 
 

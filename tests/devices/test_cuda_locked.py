@@ -75,7 +75,6 @@ def end():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stand-in for the driver's library is."""
     return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
 
 

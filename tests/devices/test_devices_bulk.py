@@ -61,7 +61,6 @@ class Driver:
         return self._status("wait")
 
     def finish(self) -> None:
-        """Make all copies that are under way."""
         for event in list(self._pending):
             self._wait(event)
 

@@ -66,7 +66,6 @@ def _no_leftovers() -> Iterator[None]:
 
 
 def cached_nbytes(device: str) -> int:
-    """What tinygrad keeps of freed buffers."""
     cache = getattr(Device[device].allocator, "cache", {})
     return sum(size * len(kept) for (size, _), kept in cache.items())
 

@@ -69,13 +69,11 @@ def load(**arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stand-in for the driver's library is."""
     return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 16 tensors of 4 MiB."""
     rng = np.random.default_rng(5)
     tensors: dict[str, Any] = {f"w{i}": ("U8", (4 * MIB,), rng.bytes(4 * MIB)) for i in range(16)}
     return write_safetensors(tmp_path_factory.mktemp("path") / "model.safetensors", tensors)

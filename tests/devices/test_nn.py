@@ -358,7 +358,6 @@ def test_a_load_fills_the_layers(tmp_path: Path, device: str) -> None:
 
 
 def stored(model: Transformer) -> dict[str, Any]:
-    """The arrays of a model, whose head is its embedding."""
     return {n: t.numpy() for n, t in get_state_dict(model).items() if n != "head.weight"}
 
 

@@ -29,7 +29,6 @@ def installed(wanted: str, folder: Path) -> Path:
 
 
 def run(site: Path, *arguments: str) -> str:
-    """What a process says that imports tinygrad from a folder."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
     command = [sys.executable, *arguments]
     done = subprocess.run(

@@ -32,7 +32,6 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    """Every test begins with an empty allocator."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

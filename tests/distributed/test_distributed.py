@@ -62,14 +62,12 @@ def alone(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Assert that arrays are the same, bit for bit."""
     for name, array in found.items():
         assert (array.dtype, array.shape) == (expected[name].dtype, expected[name].shape)
         assert array.tobytes() == expected[name].tobytes(), name
 
 
 def kinds(found: Sequence[Any]) -> list[str]:
-    """The types of what ranks raised, or returned."""
     return [type(said).__name__ for said in found]
 
 
@@ -290,7 +288,6 @@ def test_progress_is_shown_once_for_all(path: Path) -> None:
 def torch_llama(
     width: int = WIDTH, *, device: str = "meta", only: Any = None, first: int | None = None
 ) -> Any:
-    """The checkpoint's model in torch, or a part; its layers as they are, or from ``first`` on."""
     torch = needs.module("torch")
     nn = torch.nn
 

@@ -79,7 +79,6 @@ def made(folder: Path, nbytes: int, shards: int = 3, **arguments: Any) -> Path:
 def loaded(
     hosts: Cluster, launcher: str, out: Path, path: object, /, per_host: int = 1, **asked: Any
 ) -> list[dict[str, Any]]:
-    """Load on all hosts; what the ranks say, of which none failed."""
     running = Running(hosts, launcher, asking(out, path, **asked), per_host=per_host)
     endings = running.wait(END_S)
     complaints = [ending.stderr for ending in endings if ending.returncode]
@@ -91,7 +90,6 @@ def loaded(
 
 
 def files(path: Path) -> tuple[int, int]:
-    """Bytes of the files of a checkpoint: of tensors, and of headers."""
     headers = [header.data_start for header in streamload.open_checkpoint(path).shards]
     total = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return total - sum(headers), sum(headers)
@@ -415,7 +413,6 @@ def test_a_node_of_another_dtype_support(split: str, tmp_path: Path) -> None:
 
 
 def commanded(hosts: Cluster, launcher: str, *options: str) -> list[Program]:
-    """Run ``streamload load URL`` on all hosts."""
     assert hosts.storage_url is not None
     command = [sys.executable, "-m", "streamload", "load", hosts.storage_url, "--device", "host"]
     return Running(hosts, launcher, [*command, "--dtype", "float16", *options]).wait(END_S)

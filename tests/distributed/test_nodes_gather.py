@@ -32,7 +32,6 @@ BLOCK = 64
 
 
 def write(folder: Path, sizes: Sequence[Sequence[int]], seed: int = 0) -> Checkpoint:
-    """Shards with tensors of so many bytes."""
     generator = random.Random(seed)
     for shard, lengths in enumerate(sizes):
         name = f"model-{shard + 1:05}-of-{len(sizes):05}.safetensors"

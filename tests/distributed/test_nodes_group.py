@@ -76,7 +76,6 @@ def bare(size: int, *command: str) -> tuple[list[int], str]:
 
 
 def torchrun(size: int, *command: str) -> tuple[list[int], str]:
-    """Ranks started by torchrun, which keeps the store that they meet in."""
     needs.module("torch")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return ended([started([*launcher, f"--nproc-per-node={size}", *command])])

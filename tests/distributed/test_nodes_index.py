@@ -26,7 +26,6 @@ ODD = ("", " ", "a/b", "ü€😀", "\x00\x1f", '"quoted"\\', "__metadata", "x" 
 
 
 def same(here: Checkpoint, there: Checkpoint) -> None:
-    """Assert that two checkpoints say the same, but for where their files are."""
     assert list(here.tensors) == list(there.tensors)
     assert (here.metadata, here.config) == (there.metadata, there.config)
     for one, other in zip(here.shards, there.shards, strict=True):
@@ -111,7 +110,6 @@ def test_a_single_file_may_have_another_name(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Index]:
-    """A folder with two shards, and their index as of a copy of it."""
     for shard in (1, 2):
         write_safetensors(
             tmp_path / f"a/model-{shard}-of-2.safetensors",

@@ -29,8 +29,6 @@ def meet(
     hosts: tuple[str, ...] | None = None,
     timeout_s: float = PATIENT_S,
 ) -> Callable[[ThreadGroup], Any]:
-    """A rank that opens a session and does something in it."""
-
     def one(group: ThreadGroup) -> Any:
         name = names[group.rank]
         host = hosts[group.rank] if hosts else name
@@ -41,7 +39,6 @@ def meet(
 
 
 def lost_ones(found: list[Any]) -> list[tuple[str, str]]:
-    """Node and problem of the error that each raised."""
     assert all(type(error) is PeerFailedError for error in found), found
     return [(error.node, error.problem) for error in found]
 

@@ -52,7 +52,6 @@ pytestmark = pytest.mark.slow
 
 
 def said(environment: dict[str, str], *command: str) -> str:
-    """What a command of Slurm's prints, errors too."""
     done = subprocess.run(
         command,
         env=environment,
@@ -75,7 +74,6 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A controller and one node; the environment in which srun finds them."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:  # not in CI: Slurm is heavy
         pytest.skip(f"Slurm is not installed: no {', '.join(missing)}")

@@ -73,7 +73,6 @@ def hollow(folder: Path, shape: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama-3-8B, 16 GB."""
     return hollow(tmp_path_factory.mktemp("eight"), LLAMA_3_8B)
 
 
@@ -198,7 +197,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(path: Path) -> Any:
-    """The logits of the model that is loaded by one process."""
     whole = on_meta(path)
     streamload.load_state_dict(whole, path, device="cpu", progress=False)
     with torch.no_grad():
@@ -232,7 +230,6 @@ def begun(path: Path, budgets: Sequence[Any], **options: Any) -> list[Any]:
 
 
 def close(found: Sequence[Any]) -> None:
-    """End what began, and see that no thread is left."""
     for said in found:
         if isinstance(said, tuple):
             said[2].close()
@@ -244,7 +241,6 @@ def close(found: Sequence[Any]) -> None:
 
 
 def computed(found: Sequence[Any]) -> Any:
-    """The logits, through all parts in turn."""
     x = models.IDS
     with torch.no_grad():
         for _, stage, _ in sorted(found, key=lambda each: each[0].mine.index):

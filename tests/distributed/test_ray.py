@@ -86,7 +86,6 @@ class Cluster:
         return [name for name in found if name.startswith("ray::_Rank")]
 
     def nothing_left(self) -> None:
-        """Wait until no actor runs."""
         end = time.monotonic() + SOON_S
         while found := self.actors():
             assert time.monotonic() < end, found
@@ -140,7 +139,6 @@ def held(loaded: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assert that arrays are the same, bit for bit."""
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 

@@ -49,7 +49,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small one, to import and open what a load needs."""
     folder = tmp_path_factory.mktemp("replan") / "small"
     make_checkpoint(folder, shape_of_size(500_000, parse_dtype("bfloat16")))
     return folder
@@ -102,7 +101,6 @@ def stop(ranks: Ranks, rank: int) -> None:
 
 
 def cut(ranks: Ranks, rank: int) -> None:
-    """Pull the cable of a rank's host."""
     ranks.hosts.link_down(rank)
 
 

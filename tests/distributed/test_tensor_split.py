@@ -186,7 +186,6 @@ def test_a_family_without_rules(tmp_path: Path) -> None:
 
 
 def quantized(folder: Path, *samples: Sample) -> Path:
-    """A checkpoint of quantized weights of a layer with four heads."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     return write(folder, list(samples), model_type="llama", **heads)
 

@@ -89,12 +89,10 @@ def writer(path: Path, leased: bool) -> AbstractContextManager[Any]:
 
 
 def is_right(name: str, value: Any) -> bool:
-    """Whether a parameter holds what the file held at first."""
     return bytes(np.asarray(value).tobytes()) == VALUES[name][2]
 
 
 def model(device: str) -> Any:
-    """Parameters with memory of their own, by name."""
     if device == "host":
         return {name: np.full(NBYTES, 0x70, np.int8) for name in VALUES}
     torch = needs.module("torch")
@@ -102,7 +100,6 @@ def model(device: str) -> Any:
 
 
 def load(into: Any, path: Any, device: str, **arguments: Any) -> streamload.LoadReport:
-    """Load in small pieces, by threads of its own."""
     arguments = {"chunk_nbytes": CHUNK, "threads": 2, "budget": "1GB"} | arguments
     return streamload.load_state_dict(into, path, device=device, **arguments)
 

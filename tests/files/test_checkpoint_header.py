@@ -41,7 +41,6 @@ def without(key: str) -> Any:
 
 
 def deep(levels: int) -> str:
-    """A header whose shape is nested."""
     return f'{{"a":{{"dtype":"F32","shape":{"[" * levels}{"]" * levels},"data_offsets":[0,8]}}}}'
 
 
@@ -76,7 +75,6 @@ def header_error(
 
 
 def raw(name: str, content: bytes, expected: object, found: object, truncated: bool = False) -> Bad:
-    """An error for a file that is given byte by byte."""
     return Bad(
         name, content, TruncatedFileError if truncated else HeaderError, None, expected, found
     )
@@ -459,7 +457,6 @@ def test_valid_header_gives_absolute_bytes_in_file_order(tmp_path: Path) -> None
 
 
 def accepted(tmp_path: Path, content: bytes) -> Header:
-    """Read a file that the reference reader takes too."""
     path = write(tmp_path, content)
     header = read_header(path)
     assert second_opinion(path) is None

@@ -40,7 +40,6 @@ LARGE = 96 * MIB + 5000
 
 
 def write(path: Path, nbytes: int) -> Path:
-    """A file on the disk, and not in the page cache."""
     block = np.random.default_rng(0).bytes(MIB)
     with open(path, "wb") as file:
         for _ in range(nbytes // MIB):
@@ -53,7 +52,6 @@ def write(path: Path, nbytes: int) -> Path:
 
 
 def make_cold(path: Path) -> None:
-    """Take a file out of the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
@@ -111,7 +109,6 @@ def _large(folder: Path) -> Path:
 
 @pytest.fixture
 def large(_large: Path) -> Path:
-    """96 MiB and a bit, cold."""
     make_cold(_large)
     assert not resident(_large)
     return _large
@@ -247,7 +244,6 @@ def load(
 
 
 def prepare(kind: PageCacheKind, nbytes: int = LARGE, available: int | None = 0) -> PageCache:
-    """The page cache of a load of one file."""
     return PageCache(kind, to_read_nbytes=nbytes, available=lambda: available)
 
 

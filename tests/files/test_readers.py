@@ -56,7 +56,6 @@ def write(path: Path, nbytes: int) -> bytes:
 
 
 def run(program: str, *arguments: object) -> str:
-    """What a Python program prints, in a process of its own that has to survive."""
     root = Path(readers.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
@@ -370,7 +369,6 @@ def test_read_error_is_ours(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
-    """300 MB and a bit, in the page cache."""
     path = tmp_path_factory.mktemp("large") / "f"
     block = np.random.default_rng(0).bytes(MIB)
     with open(path, "wb") as file:

@@ -44,7 +44,6 @@ KINDS: tuple[ResolvedKind, ...] = ("mmap", "pread", "direct")
 
 
 def write(path: Path, nbytes: int) -> bytes:
-    """A file of bytes that differ from place to place, on the disk."""
     content = np.random.default_rng(nbytes).bytes(nbytes)
     with open(path, "wb") as file:
         file.write(content)
@@ -54,7 +53,6 @@ def write(path: Path, nbytes: int) -> bytes:
 
 
 def make_cold(path: Path) -> None:
-    """Take a file out of the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -62,7 +60,6 @@ def make_cold(path: Path) -> None:
 
 
 def pages(nbytes: int) -> memoryview:
-    """Memory that begins at a page, filled with ones."""
     memory = memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     memory[:] = b"\xff" * len(memory)
     return memory[:nbytes]

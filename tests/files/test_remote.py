@@ -66,7 +66,6 @@ def version(site: Site) -> Url:
 
 
 def read(site: Site, start: int = 0, stop: int = NBYTES, patience: Patience = SOON) -> bytes:
-    """Bytes of the file, by a reader that knows which version it wants."""
     out = bytearray(stop - start)
     with patiently(patience, HttpReader, version(site), NBYTES) as reader:
         reader.read_into(start, memoryview(out))
@@ -80,7 +79,6 @@ def error_of(call: Callable[[], object]) -> CheckpointError:
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:
-    """What a Python program prints, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *arguments],
         env=os.environ | environment,
@@ -97,7 +95,6 @@ def run(program: str, *arguments: str, **environment: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of two shards with an index and a configuration."""
     out = tmp_path / "checkpoint"
     names = {}
     for number, tensors in enumerate((("a", "b"), ("c",)), 1):

@@ -57,7 +57,6 @@ def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
 
 
 def error_of(call: Callable[[], object]) -> CheckpointError:
-    """The error of a call, which shows no secret in any part of its traceback."""
     with pytest.raises(CheckpointError) as caught:
         call()
     assert SECRET not in "".join(traceback.format_exception(caught.value))
@@ -65,7 +64,6 @@ def error_of(call: Callable[[], object]) -> CheckpointError:
 
 
 def loaded(path: str | Path) -> dict[str, bytes]:
-    """The bytes of a checkpoint's tensors by name, loaded on the host."""
     report = streamload.load_state_dict(
         None, path, device="host", chunk_nbytes=2**18, progress=False
     )

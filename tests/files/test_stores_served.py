@@ -27,7 +27,6 @@ KEY, SECRET = "AKIAcaNaRy5", "caNaRy5secret"
 
 @pytest.fixture
 def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
-    """A small Llama in three shards."""
     return tmp_checkpoint(2_000_000, shards=3)
 
 
@@ -83,7 +82,6 @@ def gcs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def put(server: Any, name: str, content: bytes) -> None:
-    """Write an object of gs://models/llama/."""
     import urllib.request
 
     url = f"http://127.0.0.1:{server._api._httpd.server_port}/models/llama/{name}"
@@ -91,7 +89,6 @@ def put(server: Any, name: str, content: bytes) -> None:
 
 
 def loaded(path: Any) -> dict[str, bytes]:
-    """The bytes of a checkpoint's tensors by name, loaded on the host."""
     report = streamload.load_state_dict(
         None, path, device="host", chunk_nbytes=2**18, progress=False
     )
@@ -99,7 +96,6 @@ def loaded(path: Any) -> dict[str, bytes]:
 
 
 def error_of(call: Callable[[], object]) -> CheckpointError:
-    """The error of a call, which shows no key in any part of its traceback."""
     with pytest.raises(CheckpointError) as caught:
         call()
     assert "caNaRy5" not in "".join(traceback.format_exception(caught.value))

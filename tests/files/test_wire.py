@@ -52,8 +52,6 @@ LONG = Patience(connect_seconds=60, read_seconds=60, tries=1)
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """How a server keeps a client waiting."""
-
     act: Drip  # what it does
     reason: str  # what the error says
     scheme: str = "http"  # of the URL

@@ -69,7 +69,6 @@ class Tiny(FormatReader):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The format, known during a test."""
     row = Format(name="tiny", reads=f"{__name__}:Tiny", suffixes=(".tiny",), magic=MAGIC)
     monkeypatch.setitem(FORMATS.others, "tiny", row)
     yield

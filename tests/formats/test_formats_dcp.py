@@ -37,7 +37,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of folders that so many processes saved together."""
     folder: Path = tmp_path_factory.mktemp(f"ranks{request.param}")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

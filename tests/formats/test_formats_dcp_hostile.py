@@ -51,7 +51,6 @@ def _index(*origin: int) -> Any:
 
 
 def metadata() -> Any:
-    """What DCP writes for a tensor in two chunks."""
     chunks = [_chunk(torch.Size((at, 0)), torch.Size((2, 4))) for at in (0, 2)]
     info = M.TensorStorageMetadata(M.TensorProperties(torch.float32), torch.Size((4, 4)), chunks)
     return M.Metadata(

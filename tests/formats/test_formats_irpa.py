@@ -230,7 +230,6 @@ def splat(repeated: bytes, nbytes: int, **fields: int) -> bytes:
 
 
 def with_header(**fields: Any) -> bytes:
-    """An archive whose header has other numbers than it should."""
     return archive([Item(b"w", b"12345678")], **fields)
 
 
@@ -434,7 +433,6 @@ def test_mutated_files(tmp_path_factory: pytest.TempPathFactory, content: bytes)
 
 
 def listed(path: Path) -> dict[str, bytes]:
-    """What IREE finds in an archive: bytes, by name."""
     runtime = needs.runtime("iree.runtime")
     index = runtime.ParameterIndex()
     index.load(str(path))

@@ -237,7 +237,6 @@ def is_embedding(name: str) -> bool:
 
 
 def kind_of(quant: str) -> Any:
-    """The numpy dtype that the name of a quantisation says."""
     code = quant[2:].partition("_")[0]
     return {"f16": np.float16, "f32": np.float32, "bf16": ml_dtypes.bfloat16}[code]
 
@@ -350,7 +349,6 @@ def test_killed_where_scales_lie_in_other_files(start: Start, tmp_path: Path, qu
 
 
 def chat_config(folder: Path, config: dict[str, Any], **files: Any) -> dict[str, Any]:
-    """mlc-chat-config.json of a model, with files beside it."""
     write(folder / "in", config)
     for name, content in files.items():
         path = folder / "in" / name.replace("_json", ".json")

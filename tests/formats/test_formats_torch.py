@@ -137,7 +137,6 @@ CASES: Mapping[str, Callable[[], Any]] = {
 
 
 def of_torch(path: Path) -> Any:
-    """What torch reads, without running the pickle."""
     found = torch.load(path, weights_only=True)
     return found.get("model", found)
 

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def trained(kind: Callable[..., Any] = torch.optim.AdamW) -> tuple[Any, Any]:
-    """A model and its optimizer after a step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = kind(model.parameters(), lr=1e-2)

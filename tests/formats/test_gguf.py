@@ -57,7 +57,6 @@ def stacks_experts(model: Any) -> bool:
 
 
 def loaded(model: Any, path: Path, **options: Any) -> Any:
-    """A model of the same configuration, filled from a file."""
     if stacks_experts(model):
         return streamload.transformers.from_pretrained(path, **options)
     other = transformers.AutoModelForCausalLM.from_config(model.config).eval()

@@ -53,7 +53,6 @@ def without_vocabulary(config: Any) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def runs(path: Path) -> Any:
-    """llama.cpp's logits."""
     llama_cpp = needs.runtime("llama_cpp")
     model = llama_cpp.Llama(
         str(path), n_ctx=64, n_threads=2, logits_all=True, verbose=False, type_k=0, type_v=0

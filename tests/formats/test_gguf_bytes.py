@@ -41,7 +41,6 @@ def _data(entry: Described) -> Any:
 
 
 def _theirs(path: Path, **options: Any) -> list[bytes]:
-    """What gguf-py writes, by file."""
     writer = gguf.GGUFWriter(path, "llama", **options)
     for key, value in list(METADATA.items())[1:]:
         kind = gguf.GGUFValueType.get_type(value if not isinstance(value, np.ndarray) else [1])

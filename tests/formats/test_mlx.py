@@ -37,7 +37,6 @@ def quantised(stem: str, weight: Any, bits: int, group: int) -> tuple[dict[str, 
 def write(
     folder: Path, bits: int, group: int, dtype: str, shape: tuple[int, ...] = (24, 256), **more: Any
 ) -> Any:
-    """A weight that MLX quantised, and its elements by MLX in float32."""
     mx.random.seed(bits)
     weight = mx.random.normal(shape).astype(getattr(mx, dtype))
     arrays, elements = quantised(f"{NAME}.", weight, bits, group)

@@ -44,7 +44,6 @@ def test_lacks(broken): pass
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small tree of sources and a test, with results that are right."""
     for room in state.ROOMS:
         folder = tmp_path / "streamload" / room / "deeper"
         folder.mkdir(parents=True)
@@ -56,7 +55,6 @@ def tree(tmp_path: Path) -> Path:
 
 
 def write(tree: Path, **changes: Any) -> None:
-    """Write the results of a run of which all was right, with changes."""
     rooms = state.digests(tree)
     counts = {"passed": 2, "failed": 0, "skipped": 0, "skips": {}, "ended": ""}
     found = {
@@ -186,7 +184,6 @@ def test_files_that_need_a_gpu_have_a_name_that_is_found() -> None:
 
 
 def made_run(folder: Path, seconds: float = 100.0) -> main.Run:
-    """A run that has begun, of tiny models on the CPU."""
     until = time.monotonic() + seconds
     found: dict[str, Any] = {"rows": [], "tests": []}
     return main.Run(folder / "gpu.json", until, folder, "cpu", True, found)

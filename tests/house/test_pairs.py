@@ -187,7 +187,6 @@ def as_dcp(model: Any, folder: Path, shards: int) -> Stored:
 
 
 def as_irpa(model: Any, folder: Path, shards: int) -> Stored:
-    """An archive of IREE's parameters."""
     folder.mkdir()
     tensors = floats(model, torch.float32)
     items = [
@@ -202,7 +201,6 @@ def as_irpa(model: Any, folder: Path, shards: int) -> Stored:
 def as_parts(
     model: Any, folder: Path, shards: int, parts: Callable[[str, Array], Any], **config_: Any
 ) -> Stored:
-    """Weights of layers in the parts of a library, the rest in float16."""
     tensors = floats(model, torch.float16)
     exact, packed = exact_of(tensors), weights_of(model)
     for name in packed:
@@ -220,7 +218,6 @@ def as_parts(
 
 
 def nf4_parts(name: str, weight: Array) -> tuple[dict[str, Array], Array]:
-    """What bitsandbytes stores of a matrix in 4 bits."""
     blocks = weight.reshape(-1, 64)
     absmax, table = np.abs(blocks).max(1), np.array(_NF4, np.float32)
     codes = np.abs(blocks[..., None] / absmax[:, None, None] - table).argmin(-1).astype(np.uint8)
@@ -233,7 +230,6 @@ def nf4_parts(name: str, weight: Array) -> tuple[dict[str, Array], Array]:
 
 
 def int8_parts(name: str, weight: Array) -> tuple[dict[str, Array], Array]:
-    """What bitsandbytes stores of a matrix in 8 bits."""
     scb = np.abs(weight).max(1)
     codes = np.rint(weight / scb[:, None] * 127).astype(np.int8)
     stem = name.removesuffix("weight")
@@ -242,7 +238,6 @@ def int8_parts(name: str, weight: Array) -> tuple[dict[str, Array], Array]:
 
 
 def fp8_parts(name: str, weight: Array) -> tuple[dict[str, Array], Array]:
-    """FP8 with a scale for each 128 x 128, as DeepSeek has it."""
     rows, columns = weight.shape
     tiles = weight.reshape(rows // 128, 128, columns // 128, 128)
     scales = (np.abs(tiles).max((1, 3), keepdims=True) / 448).astype(np.float32)
@@ -277,7 +272,6 @@ def as_gguf(model: Any, folder: Path, shards: int, kind: str) -> Stored:
 
 
 def from_gguf(path: Path, model: Any) -> dict[str, Array]:
-    """The values of a file by gguf-py, put where the model has them."""
     stored = {
         t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(float)
         for t in gguf.GGUFReader(path).tensors

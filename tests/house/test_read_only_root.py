@@ -50,7 +50,6 @@ def start(
 
 
 def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
     out, err = child.communicate(timeout=300)
     if child.returncode == 77:
         needs.lacking(f"mounts cannot be made here: {err}")

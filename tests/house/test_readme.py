@@ -56,7 +56,6 @@ def _commands(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint that `scripts/demo` makes, smaller."""
     path = tmp_path_factory.mktemp("demo") / "demo"
     make = [sys.executable, str(_ROOT / "scripts/make_checkpoint.py"), str(path)]
     subprocess.run([*make, "--size", "110MB"], check=True, capture_output=True)
@@ -78,7 +77,6 @@ def _each(pages: Iterable[str], long: Sequence[str]) -> list[Any]:
 
 
 def _run(argv: list[str], imported: tuple[str, ...], folder: Path, stdin: str = "") -> str:
-    """What it prints; it has to end without an error, and print something."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(_ROOT),

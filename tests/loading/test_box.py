@@ -251,7 +251,6 @@ def _command(name: str | Path, *arguments: str | Path) -> list[str]:
 def _boxes(
     cgroup: Boxes, command: Sequence[str], shares: Sequence[float], made: Path
 ) -> Iterator[int]:
-    """Boxes of shares of what a command needs, by its own refusals; removes what it ``made``."""
     # to compile a module takes more than the little room: none may be compiled in a box
     compileall.compile_dir(Path(streamload.__file__).parent, quiet=2)
     held = _run(cgroup, [sys.executable, "-c", HELD], 2**30)
@@ -274,7 +273,6 @@ def _convert_in_boxes(
     *options: str,
     quant: str | None = None,
 ) -> list[int]:
-    """Convert in boxes around what is needed, from a file that is cached, and one that is not."""
     quantised = ("--quant", quant) if quant is not None else ()
     command = _command("convert", source, out, "--dtype", "float16", *quantised, *options)
     codes = []

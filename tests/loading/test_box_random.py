@@ -72,8 +72,6 @@ def draw(seed: int, number: int, most: int) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A checkpoint of tensors of these names and shapes."""
-
     named: Mapping[str, tuple[int, ...]]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -84,7 +82,6 @@ class Named:
 
 
 def shapes(name: str, numel: int) -> Named | ManyTensors:
-    """The tensors of a checkpoint of about so many elements."""
     if name == "giant":
         return Named({"model.weight": (numel // 1024, 1024)})
     if name in ("tiny", "small"):
@@ -154,7 +151,6 @@ def test_a_random_load_ends_well(cgroup: Boxes, tmp_path: Path, number: int) -> 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tensors of 2 kB."""
     out = tmp_path_factory.mktemp("random") / "checkpoint"
     make_checkpoint(out, ManyTensors(3, 1000))
     return out

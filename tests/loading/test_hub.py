@@ -51,13 +51,11 @@ ROWS = 300
 
 
 def arrays(*names: str, seed: int = 0) -> dict[str, Any]:
-    """Arrays of 1.2 MB each, by name."""
     make = np.random.default_rng([seed, *map(len, names)]).standard_normal
     return {name: make((ROWS, 1000)).astype("float32") for name in names}
 
 
 def files_of(tensors: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a repository with half of the tensors in each of two shards."""
     names = [*tensors]
     halves = {FIRST: names[: len(names) // 2], SECOND: names[len(names) // 2 :]}
     weight_map = {name: file for file, each in halves.items() for name in each}
@@ -81,7 +79,6 @@ def repo(hub: Hub) -> Hub:
 
 
 def load(path: Any = NAME, **options: Any) -> Any:
-    """The report of a load to numpy's arrays."""
     return streamload.load_state_dict(None, path, device="host", **{"progress": False, **options})
 
 
@@ -99,8 +96,6 @@ def kept(home: Path) -> set[str]:
 
 
 class _Dripping:
-    """An answer whose headers come byte by byte."""
-
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._headers = headers
 
@@ -877,7 +872,6 @@ def test_a_rank_of_three_reads_its_third(hub: Hub, tmp_path: Path) -> None:
 
 
 def run_command(capsys: Any, monkeypatch: Any, *arguments: str) -> tuple[int, str]:
-    """The exit code and the output of a command in this process."""
     monkeypatch.setattr(sys, "argv", ["streamload", *arguments])
     with pytest.raises(SystemExit) as ended:
         command()

@@ -23,13 +23,11 @@ SHAPES = {"b": (300, 1000), "a": (500, 1000), "s": (), "none": (0, 4), "c": (7,)
 
 
 def arrays() -> dict[str, np.ndarray[Any, Any]]:
-    """A few megabytes, in the order of the file."""
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def write(folder: Path, shards: int = 2) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors, in files of their own by turns."""
     found = arrays()
     for shard in range(shards):
         mine = list(found.items())[shard::shards]

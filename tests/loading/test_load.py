@@ -63,7 +63,6 @@ def load(path: Path, model: Any = None, **arguments: Any) -> streamload.LoadRepo
 
 
 def device(name: str) -> str:
-    """A device of tinygrad's that the test needs."""
     needs.device(name)
     return name
 

@@ -127,7 +127,6 @@ def upgraded(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def pooling(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
-    """A file with a counter and without a head."""
     state = {"steps": torch.ones(2), "embed.weight": torch.randn(8, 4)}
     if kind is not Pooling:
         state = {"embed.weight": torch.randn(8, 4), "head.weight": torch.randn(8, 4)}
@@ -135,7 +134,6 @@ def pooling(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def linear(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
-    """A plain layer's file."""
     state = dict(nn.Sequential(nn.Linear(4, 4)).state_dict())
     if kind is Adds:
         del state["0.bias"]

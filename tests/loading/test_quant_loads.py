@@ -52,7 +52,6 @@ def any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(name: str, array: Array, format_name: str) -> dict[str, bytes]:
-    """What a whole weight becomes, by the format's numpy."""
     src = BY_CODE[CODES[array.dtype.name]]
     made = SCHEMES[format_name].of(array.shape, src)
     encoder = made.encoder(src, "numpy")

@@ -19,7 +19,6 @@ DTYPES = {"float16": ("50MB", 0.999), "float32": ("100MB", 0.99999)}
 
 
 def _sentences(count: int) -> list[str]:
-    """Distinct sentences of 7 to 25 words."""
     who = ("A man", "My old neighbour", "The committee", "Nobody in the village", "Her sister")
     does = ("repairs", "has forgotten", "paints", "is selling", "would never touch", "praises")
     what = ("a bicycle", "the broken radio", "eleven violins", "our roof", "the annual report")

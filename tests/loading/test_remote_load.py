@@ -28,7 +28,6 @@ __all__ = ["patience", "site"]
 
 @pytest.fixture
 def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
-    """A small Llama of bfloat16 in three shards."""
     return tmp_checkpoint(2_000_000, shards=3)
 
 
@@ -38,13 +37,11 @@ def load(path: str | Path, **arguments: Any) -> dict[str, Any]:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command of streamload, in a process of its own that tries once."""
     argv = [sys.executable, "-m", "streamload", *arguments]
     return forked.run(argv, forked.COMMANDS, env=os.environ | {"STREAMLOAD_HTTP_TRIES": "1"})
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two loads gave the same names and bits."""
     return one.keys() == other.keys() and all(
         np.asarray(one[n]).tobytes() == np.asarray(other[n]).tobytes() for n in one
     )

@@ -31,7 +31,6 @@ LAYERS = 8
 
 
 def module(device: str = "meta") -> nn.Module:
-    """A few layers, 2 MB."""
     with torch.device(device):
         return nn.Sequential(*[nn.Linear(256, 256) for _ in range(LAYERS)])
 

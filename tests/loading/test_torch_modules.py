@@ -78,7 +78,6 @@ def save(model: Any, folder: Path, *, shards: int = 1, dtype: Any = None) -> Pat
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """The tensors of a checkpoint, by the library of the format itself."""
     out: dict[str, Any] = {}
     for file in sorted(folder.glob("*.safetensors")):
         out |= load_file(file)
@@ -118,7 +117,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def on_meta(make: Callable[[], Any]) -> Any:
-    """The same module without values."""
     with torch.device("meta"):
         return make()
 
@@ -182,7 +180,6 @@ DTYPES = (
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> dict[str, Any]:
-    """Tensors of any dtype, shape and bits."""
     tensors = {}
     for i in range(draw(st.integers(1, 8))):
         dtype = getattr(torch, draw(st.sampled_from(DTYPES)))

@@ -621,7 +621,6 @@ def test_shared_weights_are_held_once_and_right_in_each_use(tmp_path: Path, name
 
 
 def loaded_up(saved: tuple[Any, Path], quant: str) -> Any:
-    """Load the checkpoint quantized; return a Linear of it with a bias."""
     model = empty()
     load(model, saved[1], quant=quant, device="cpu")
     return model.layers[0].up

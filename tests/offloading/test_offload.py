@@ -36,7 +36,6 @@ _LATER += ("gpt2", "t5", "bart", "albert")
     ],
 )
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The name of a model, and the folder of its checkpoint."""
     folder = tmp_path_factory.mktemp("offload") / "model"
     return request.param, models.save(models.built(request.param), folder)
 
@@ -524,8 +523,6 @@ def test_tokens_leave_room_for_what_a_pass_is_seen_to_take(tokens: int, tmp_path
 
 
 class _ManySmall(nn.Module):
-    """A layer of many small weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linears = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))

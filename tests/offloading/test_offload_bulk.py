@@ -30,7 +30,6 @@ from streamload.transformers import from_pretrained  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Staged]]:
-    """The device, in place of torch's CPU."""
     monkeypatch.setitem(torch_devices._WAYS, "cpu", Staged)
     Staged.counts.clear()
     Staged.reads.clear()
@@ -38,7 +37,6 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Staged]]:
 
 
 def passes(path: Path, count: int, **options: Any) -> tuple[list[dict[str, Any]], Any]:
-    """The tensors that loops over a checkpoint yield, and their plan."""
     found: list[dict[str, Any]] = []
     with streamload.stream_layers(path, device="cpu", **options) as layers:
         Staged.counts.clear()

@@ -82,7 +82,6 @@ def test_logits_and_generated_tokens_are_those_of_the_model_loaded(
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 0.6 GB in bf16."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}

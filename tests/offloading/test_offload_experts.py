@@ -113,7 +113,6 @@ class Saved:
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A small model of a real family."""
     return Saved(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -193,7 +192,6 @@ def test_generate_with_a_cache(saved: Saved, share: float) -> None:
 
 
 def chosen_by(model: Any, tokens: list[list[int]]) -> list[set[int]]:
-    """The experts that a pass of a resident model chooses, by layer."""
     found: list[set[int]] = []
 
     def look(module: Any, args: Any) -> None:
@@ -602,7 +600,6 @@ def test_experts_in_host_memory(mixtral: Saved, layers: int) -> None:
 
 
 def ask(cache: ExpertCache, layer: int, chosen: list[int]) -> None:
-    """Let a layer ask for experts, with those counted that are there."""
     held = {cache.holder(slot) for slot in range(cache.slots)}
     cache.ask(layer, chosen, sum(expert in held for expert in cache.numbers(layer, chosen)))
 

@@ -199,7 +199,6 @@ def _saved(name: str, folder: Path) -> Any:
 
 
 def _offloaded(path: Path, kind: Any, **given: Any) -> Any:
-    """A model under the least budget."""
     options = {"device": "cpu", "dtype": "float32", "model_class": kind, "offload": True, **given}
     budget = 1
     while True:
@@ -210,7 +209,6 @@ def _offloaded(path: Path, kind: Any, **given: Any) -> Any:
 
 
 def _passed(model: Any) -> Any:
-    """What a pass of a padded batch gives."""
     given = {"input_ids": _IDS, "attention_mask": (_IDS != 0).long()}
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = _IDS

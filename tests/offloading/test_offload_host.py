@@ -31,8 +31,6 @@ BUDGET = 4 * LAYER_NBYTES
 
 
 class Stack(nn.Module):
-    """Layers of one matrix each, 2 MB in all."""
-
     def __init__(self) -> None:
         super().__init__()
         linears = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
@@ -234,7 +232,6 @@ def test_writer_waits_while_a_layer_is_computed_on(aligned: Path, x: torch.Tenso
 
 
 def wait_for_idle() -> None:
-    """Until the threads that stream have ended."""
     until = time.monotonic() + 10
     while any(t.name.startswith("streamload") for t in threading.enumerate()):
         assert time.monotonic() < until
@@ -344,7 +341,6 @@ def test_what_does_not_fit_comes_from_the_disk(
 
 @pytest.fixture(scope="module")
 def wider(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with tensors of some megabytes."""
     path = tmp_path_factory.mktemp("wider") / "model"
     return models.save(models.built(request.param, times=8), path)
 
@@ -419,7 +415,6 @@ print(json.dumps({"before": before, "peaks": peaks, "seconds": seconds, "views":
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Llama of 1.5 GB."""
     path = tmp_path_factory.mktemp("large") / "llama"
     make_checkpoint(path, shape_of_size(1_500_000_000, BF16), offset_mod_16=0)
     yield path

@@ -33,7 +33,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _pair(path: Path, name: str, share: float) -> tuple[Any, Any]:
-    """A model under this share of its bytes, and the same resident."""
     models.built(name).bfloat16().save_pretrained(path)
     whole: Any = from_pretrained(path, device="cpu", progress=False)
     budget = int(share * whole.streamload_report.resident_nbytes)
@@ -43,7 +42,6 @@ def _pair(path: Path, name: str, share: float) -> tuple[Any, Any]:
 
 @pytest.fixture
 def pair(device: None, tmp_path: Path) -> tuple[Any, Any]:
-    """A Llama that streams, and the same resident."""
     return _pair(tmp_path, "llama", 0.6)
 
 

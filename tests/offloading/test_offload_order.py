@@ -32,7 +32,6 @@ from streamload.transformers import from_pretrained  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Staged]]:
-    """The device, in place of torch's CPU."""
     monkeypatch.setitem(torch_devices._WAYS, "cpu", Staged)
     Staged.counts.clear()
     Staged.reads.clear()
@@ -144,7 +143,6 @@ def late(staged: type[Staged], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _offloaded(path: Path, share: float, threads: int) -> tuple[Any, torch.Tensor]:
-    """A model under this share of its bytes, and what it gives when all of it is resident."""
     models.built("llama").bfloat16().save_pretrained(path)
     whole: Any = from_pretrained(path, device="cpu", progress=False)
     budget = int(share * whole.streamload_report.resident_nbytes)

@@ -28,7 +28,6 @@ _MADE = [name for name in stored.MADE if stored.MADE[name][0] != "gptqmodel"]
 
 
 def _make(name: str, folder: Path) -> None:
-    """Write a checkpoint, or skip where its library is missing."""
     if name in stored.OWN:
         stored.OWN[name](folder)
         return
@@ -38,7 +37,6 @@ def _make(name: str, folder: Path) -> None:
 
 
 def _least(path: Path) -> int:
-    """The least budget that is accepted, or a little more."""
     refused, accepted = 0, 3 * open_checkpoint(path).nbytes
     while accepted - refused > 64:
         budget = (refused + accepted) // 2

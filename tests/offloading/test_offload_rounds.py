@@ -45,8 +45,6 @@ class _Part:
 
 @dataclass(eq=False)
 class _Work:
-    """What was queued of the device: it reads a layer when it is waited for."""
-
     device: _Late
     parts: Sequence[_Part]
     expected: Sequence[bytes]
@@ -54,7 +52,6 @@ class _Work:
     ended: bool = False
 
     def wait(self) -> None:
-        """Compute late, after the copies that it follows."""
         with self.device.computing:
             if self.ended:
                 return
@@ -198,7 +195,6 @@ def _made(
 
 @pytest.fixture(autouse=True)
 def _no_deadlock() -> Iterator[None]:
-    """A test that waits forever is dumped and ended."""
     faulthandler.dump_traceback_later(60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()

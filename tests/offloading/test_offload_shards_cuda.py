@@ -60,7 +60,6 @@ def drive():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stand-in for the driver's library is."""
     return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
 
 
@@ -100,7 +99,6 @@ def _cut(whole: Path, shards: int, *, small_first: bool) -> Path:
 
 
 def _paths(whole: Path, shards: Sequence[int]) -> Sequence[Path]:
-    """The whole checkpoint, and then those of these numbers of files."""
     return [whole, *(_cut(whole, n, small_first=small) for n in shards for small in (True, False))]
 
 

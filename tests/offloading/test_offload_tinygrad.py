@@ -158,26 +158,22 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of `Model` in float32, for reading only."""
     return write(tmp_path_factory.mktemp("tinygrad") / "model", Model())
 
 
 @pytest.fixture(scope="module")
 def found_resident() -> dict[str, Any]:
-    """What `Model` gives where it is loaded whole, by device."""
     return {}
 
 
 @pytest.fixture
 def expected(device: str, folder: Path, found_resident: dict[str, Any]) -> Any:
-    """Logits of `Model` where it is loaded whole."""
     if device not in found_resident:
         found_resident[device] = resident(folder, device)
     return found_resident[device]
 
 
 def resident(folder: Path, device: str, model: Any = None, **options: Any) -> Any:
-    """Logits of the same model, loaded whole."""
     model = model or Model()
     streamload.load_state_dict(model, folder, device=device, progress=False, **options)
     bound(model)
@@ -185,7 +181,6 @@ def resident(folder: Path, device: str, model: Any = None, **options: Any) -> An
 
 
 def nbytes_of(folder: Path) -> int:
-    """Bytes of a checkpoint's weights."""
     return sum(t.nbytes for t in streamload.open_checkpoint(folder).tensors.values())
 
 
@@ -269,8 +264,6 @@ def test_a_model_that_fits_is_loaded(device: str, folder: Path) -> None:
 
 
 class Wide(Block):
-    """A layer that computes in float32 on weights of any dtype."""
-
     def __call__(self, x: Tensor, start: Any) -> Tensor:
         return x + x.linear(self.up.weight.T.float(), self.up.bias.float()).gelu()[..., :DIM]
 
@@ -601,8 +594,6 @@ class Stage:
 
 
 class Stages:
-    """A model of parts with names of their own."""
-
     def __init__(self) -> None:
         self.first, self.second, self.third = Stage(), Stage(), Stage()
 

@@ -45,7 +45,6 @@ def llama(seed: int = 1) -> Any:
 
 
 def save(folder: Path, tensors: dict[str, Any], config: Any = None) -> Path:
-    """Write a checkpoint, with a config.json beside it if there is one."""
     folder.mkdir(exist_ok=True)
     st.save_file({k: t.clone().contiguous() for k, t in tensors.items()}, folder / "m.safetensors")
     if config is not None:
@@ -58,7 +57,6 @@ def load(model: Any, path: Path, **arguments: Any) -> Any:
 
 
 def suggested(model: Any, path: Path, **arguments: Any) -> tuple[Suggestion, ...]:
-    """What the error says to write; the message has each."""
     with pytest.raises(StateDictMismatchError) as caught:
         load(model, path, **arguments)
     found = caught.value.suggestions
@@ -298,13 +296,11 @@ def test_a_slip_in_what_a_rename_makes(tmp_path: Path) -> None:
 
 
 def tinygrad_llama() -> Any:
-    """The example's Llama, with the names and rows of Meta's."""
     needs.module("tinygrad")
     return needs.module("llama").Llama(LLAMA.to_dict())
 
 
 def meta_names(path: Path) -> dict[str, Any]:
-    """A Llama's tensors as Meta names and orders them."""
     report = load(None, path, device="host", mapping="hf-llama")
     return {name: torch.from_numpy(array) for name, array in report.state_dict.items()}
 

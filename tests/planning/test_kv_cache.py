@@ -163,7 +163,6 @@ def nbytes_of(cache: KvCache) -> list[int]:
 
 
 def model_of(config: Mapping[str, Any], folder: Path) -> Any:
-    """The language model that transformers makes of a config.json."""
     transformers = needs.module("transformers")
     (folder / "config.json").write_text(json.dumps(config))
     read = transformers.AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
@@ -177,7 +176,6 @@ def held(cache: Any) -> list[int]:
 
 
 def run_on(model: Any, cache: Any, tokens: int) -> Any:
-    """Compute so many tokens of two sequences with a cache."""
     torch = needs.module("torch")
     with torch.no_grad():
         model(torch.ones((2, tokens), dtype=torch.long), past_key_values=cache, use_cache=True)

@@ -26,7 +26,6 @@ WIDTH = 8
 
 
 def llama(folder: Path, layers: int = 4, *, tied: bool = False) -> Checkpoint:
-    """A checkpoint of whole layers, an embedding, a norm and a head."""
     names = ["model.embed_tokens.weight"]
     for layer in range(layers):
         names += [f"model.layers.{layer}.{part}.weight" for part in ("q", "o")]
@@ -50,8 +49,6 @@ def made(
     rank: int = 0,
     **options: Any,
 ) -> ClusterPlan:
-    """The plan of these nodes, ranks in the order given."""
-
     def planned(nodes: Sequence[Node]) -> Plan:
         return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint", **options)
 

@@ -270,7 +270,6 @@ def test_what_comes_later_changes_nothing_before(
 def spec(
     budget_nbytes: int, allocator: AllocatorKind = "cuda_caching", **changes: Any
 ) -> DeviceSpec:
-    """A staged device with memory of its own."""
     arguments: dict[str, Any] = {
         "host_visible": False,
         "shared_memory": False,

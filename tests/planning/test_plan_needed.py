@@ -48,7 +48,6 @@ def written(numbers: random.Random, path: Path, shapes: Shapes) -> Path:
 
 
 def needed(call: Callable[[int], Any]) -> int:
-    """What the error of far too small a budget says is needed."""
     with pytest.raises(PlanInfeasibleError) as caught:
         call(1)
     return caught.value.needed_nbytes

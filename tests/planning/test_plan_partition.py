@@ -101,7 +101,6 @@ def brute_force(
 
 
 def fullest(parts: Sequence[Part]) -> Fraction:
-    """The largest share that a node takes of its budget."""
     return max(Fraction(part.nbytes, part.budget_nbytes) for part in parts)
 
 

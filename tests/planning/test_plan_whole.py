@@ -56,7 +56,6 @@ def mixed(seed: int, count: int = 200) -> Checkpoint:
 
 
 def both(checkpoint: Checkpoint, *specs: DeviceSpec, **arguments: Any) -> tuple[Plan, Plan]:
-    """The plan of all tensors, and that of the same wants in a list."""
     every = TensorRequests.every(checkpoint)
     return (
         plan_of(checkpoint, *specs, wants=every, **arguments),
@@ -65,7 +64,6 @@ def both(checkpoint: Checkpoint, *specs: DeviceSpec, **arguments: Any) -> tuple[
 
 
 def refused(kind: type[Exception], checkpoint: Checkpoint, spec: DeviceSpec, **more: Any) -> None:
-    """Both ways to plan raise the same error."""
     said = []
     for wants in (TensorRequests.every(checkpoint), list(TensorRequests.every(checkpoint))):
         with pytest.raises(kind) as caught:

@@ -36,7 +36,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def suggested(call: Callable[..., Any], budget: Any) -> tuple[str, list[str]]:
-    """The format that the error names, and what it says that it takes."""
     with pytest.raises(PlanInfeasibleError) as caught:
         call(budget)
     lines = [line for line in caught.value.would_fit if line.startswith("quant=")]

@@ -71,14 +71,12 @@ class Failing:
 
 
 def renamed(path: Path) -> None:
-    """Put the weights behind a prefix."""
     load, save = (needs.module("safetensors.torch").__dict__[n] for n in ("load_file", "save_file"))
     (file,) = path.glob("*.safetensors")
     save({f"module.{name}": tensor for name, tensor in load(file).items()}, file)
 
 
 def with_torch_file(path: Path) -> None:
-    """Put beside the weights what torch.save makes of them."""
     torch.save(llama().state_dict(), path / "pytorch_model.bin")
 
 

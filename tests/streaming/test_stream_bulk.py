@@ -39,8 +39,6 @@ from streamload.devices.torch.device import FRAMEWORK  # noqa: E402
 
 @dataclass(slots=True)
 class Spread:
-    """One stream of tensors to several devices."""
-
     tensors: dict[str, Any]
     checkpoint: Checkpoint
     plan: Plan

@@ -36,7 +36,6 @@ MIB = 2**20
 
 
 def write(folder: Path, sizes: Sequence[int], *, shards: int = 1) -> Mapping[str, bytes]:
-    """Write tensors of uint8 of these sizes; returns their bytes by name."""
     rng = np.random.default_rng(len(sizes))
     values = {f"t{i:04}": rng.bytes(n) for i, n in enumerate(sizes)}
     names = list(values)

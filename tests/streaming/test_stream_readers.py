@@ -67,7 +67,6 @@ def cool(path: Path) -> Path:
 
 
 def warm(path: Path) -> Path:
-    """Bring files into the page cache, all of them."""
     for file in files(path) if path.is_dir() else [path]:
         file.read_bytes()
         if resident_fraction(file) != 1:
@@ -84,7 +83,6 @@ def disk(tmp_path: Path) -> Path:
 
 
 def plan(path: Path, **arguments: Any) -> Plan:
-    """Plan for a CUDA device that nobody looks at."""
     arguments = {"device": "cuda:0", "budget": "1GB", "dtype": "checkpoint"} | arguments
     return streamload.plan(path, **arguments)
 
@@ -131,7 +129,6 @@ def run(
 
 
 def expected_bytes(checkpoint: Checkpoint, want: TensorRequest) -> bytes:
-    """The parameter that a want asks for, by plain reads."""
     parts = []
     for rows in want.source:
         info = checkpoint.tensors[rows.tensor]

@@ -54,7 +54,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    """Every test begins with an empty allocator."""
     torch.cuda.empty_cache()
     yield
 
@@ -64,7 +63,6 @@ def files(path: Path) -> list[Path]:
 
 
 def cool(path: Path) -> None:
-    """Take files out of the page cache."""
     for file in files(path):
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
@@ -73,13 +71,11 @@ def cool(path: Path) -> None:
 
 
 def warm(path: Path) -> None:
-    """Bring files into the page cache."""
     for file in files(path):
         file.read_bytes()
 
 
 def resident(path: Path) -> list[float | None]:
-    """How much of each file is in the page cache."""
     return [resident_fraction(file) for file in files(path)]
 
 

@@ -64,7 +64,6 @@ READERS = pytest.mark.parametrize("reader", ["mmap", "pread"])
 
 
 def completes(failed: Staged, made: Made, **arguments: Any) -> None:
-    """Calling again completes the load, in the same way."""
     bulk = failed.device.in_bulk
     device = RecordedTorchDevice(seed=7, in_bulk=bulk)
     again = prepare(failed.net, made, device, chunk_nbytes=200 if bulk else 1000, **arguments)

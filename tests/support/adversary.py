@@ -53,8 +53,6 @@ ACTS = ("rewrite", "again", "replace", "truncate", "append", "touch", "chmod")
 
 
 class Adversary:
-    """A process that does as it is told, one act after the other."""
-
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-c", _PROGRAM],
@@ -84,7 +82,6 @@ class Adversary:
         assert time.monotonic() - begun < 20  # the kernel ends a lease after 45
 
     def _is_done(self) -> bool:
-        """Whether it has answered; the answer is read later."""
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def __enter__(self) -> Self:
@@ -106,7 +103,6 @@ def is_held_back(path: Path) -> bool:
 
 
 def leases(path: Path) -> list[str]:
-    """The leases that there are on a file; see proc(5), /proc/locks."""
     inode = f":{os.stat(path).st_ino} "
     lines = Path("/proc/locks").read_text().splitlines()
     return [line for line in lines if "LEASE" in line and inode in line]

@@ -24,6 +24,5 @@ def save(path: Path, arrays: dict[str, np.ndarray[Any, Any]], code: str = "F32")
 
 
 def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
-    """Load quietly under a budget that suffices."""
     arguments.setdefault("budget", "100MB")
     return streamload.load_state_dict(model, path, progress=False, **arguments)

@@ -39,7 +39,6 @@ Case = Mapping[str, Any]
 def run_boxed(
     maker: Boxes, case: Case, limit: Callable[[int], int] | None = None
 ) -> dict[str, Any]:
-    """Run a case in a box; see `bench_parts.boxed_section.boxed`."""
     return boxed(maker, call("box_load:Job", case=dict(case)), limit)
 
 

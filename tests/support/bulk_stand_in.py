@@ -25,8 +25,6 @@ from streamload.devices.torch import device as torch_devices
 
 
 class Slot(HostStaging):
-    """A slot whose copies end at once."""
-
     stream = 0
 
     def wait(self) -> None:

@@ -88,7 +88,6 @@ def by_reference(src: DType, dst: DType, clamp: bool) -> tuple[Bits, tuple[int, 
 
 
 def pair_id(value: object) -> str | None:
-    """A pair's name in the output of pytest."""
     return "-".join(dtype.code for dtype in value) if isinstance(value, tuple) else None
 
 

@@ -25,14 +25,12 @@ from streamload.formats.gguf.names import metadata_of
 
 
 def quiet(source: Path, destination: Path, **arguments: Any) -> ConvertReport:
-    """Convert without telling how far it is, or what overflowed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that values overflowed
         return convert(source, destination, **({"progress": False} | arguments))
 
 
 def tensors_of(path: Path) -> dict[str, tuple[DType, tuple[int, ...], bytes]]:
-    """Every tensor by plain reads: dtype, shape, bytes."""
     found = {}
     for info in open_checkpoint(path).tensors.values():
         assert isinstance(info.shard, Path)
@@ -50,7 +48,6 @@ def reference(data: bytes, src: DType, dst: DType) -> bytes:
 
 
 def same_values(found: bytes, expected: bytes, dtype: DType) -> bool:
-    """The same bits, payloads of NaN aside."""
     left, right = (np.frombuffer(data, dtype.numpy) for data in (found, expected))
     if dtype.kind != "float":
         return found == expected

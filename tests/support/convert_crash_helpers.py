@@ -75,7 +75,6 @@ def start() -> Iterator[Callable[[Path, Path, dict[str, object]], tuple[int, Cal
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 60 tensors in 3 shards."""
     out = tmp_path_factory.mktemp("source") / "checkpoint"
     make_checkpoint(out, many_of_size(24_000_000, BF16, 60), shards=3)
     return out
@@ -83,7 +82,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a conversion that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole") / "out"
     quiet(source, out, **OPTIONS)
     return files_of(out)
@@ -93,13 +91,11 @@ Start = Callable[[Path, Path, dict[str, object]], tuple[int, Callable[[], int]]]
 
 
 def await_beginning(out: Path) -> None:
-    """Wait until a conversion has a journal, or has finished."""
     while not (out / WORK / "journal").exists() and not (out / SIDECAR).exists():
         time.sleep(0.0005)
 
 
 def journaled(out: Path) -> list[int]:
-    """The tensors that a journal has as finished, by whole lines."""
     path = out / WORK / "journal"
     if not path.exists():
         return []

@@ -591,14 +591,12 @@ class Machines:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a process for which the stand-in in a folder is CUDA's driver."""
     kept = {k: v for k, v in os.environ.items() if k not in ("CUDA_PATH", "DEV", "NVRTC_PATH")}
     paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
     return kept | {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": paths}
 
 
 def run(folder: Path, code: str, *arguments: object, **variables: str) -> None:
-    """Run code in a child whose driver is the stand-in in a folder; it has to succeed."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", code, *map(str, arguments)],
         env=environment(folder) | variables,

@@ -76,7 +76,6 @@ def expected_of(decoder: Any, data: bytes, dst: DType, first: int, stop: int) ->
 
 
 def same(found: tuple[Array, Counts], expected: tuple[Array, Counts]) -> None:
-    """The same bits but for those of NaN, and the same counts."""
     nan = np.isnan(found[0].astype(np.float32)) & np.isnan(expected[0].astype(np.float32))
     unsigned = f"u{found[0].itemsize}"
     assert np.array_equal(found[0].view(unsigned)[~nan], expected[0].view(unsigned)[~nan])

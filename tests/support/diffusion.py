@@ -114,7 +114,6 @@ def sdxl() -> Any:
 
 
 def t5(model_class: Any = transformers.T5EncoderModel) -> Any:
-    """A text encoder: T5's, or UMT5's."""
     sizes = {"vocab_size": 54, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
     return model_class(model_class.config_class(num_layers=2, **sizes)).eval()
 
@@ -220,7 +219,6 @@ PIPELINES: dict[str, Callable[[], Any]] = {
 
 
 def saved(folder: Path, name: str, **arguments: Any) -> Path:
-    """The root of a pipeline, as diffusers writes it."""
     torch.manual_seed(0)
     pipeline = PIPELINES[name]()
     for model in models(pipeline).values():  # norms and biases too, which would be ones and zeros

@@ -28,7 +28,6 @@ PLENTY = 10**8
 def llama(
     folder: Path, *, dtype: str = "F32", shards: int = 2, seed: int = 0, width: int = WIDTH
 ) -> Path:
-    """A small Llama-shaped checkpoint with its config.json."""
     generator = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (4 * width, width)}
     for layer in range(LAYERS):
@@ -88,7 +87,6 @@ def succeeded(found: Sequence[Any]) -> list[Any]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what a launcher says."""
     prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
     python = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

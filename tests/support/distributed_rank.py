@@ -51,7 +51,6 @@ def counter(file: str, name: str) -> int:
 
 
 def anonymous_nbytes() -> int:
-    """The memory of this process that is no file's."""
     return counter("status", "RssAnon") * 1024 + counter("status", "RssShmem") * 1024
 
 
@@ -111,7 +110,6 @@ def load(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def recovered(report: LoadReport) -> LoadReport:
-    """The report when a loss that this rank waited for is made good."""
     while True:
         try:
             report.recovery.check()
@@ -132,7 +130,6 @@ def failed(error: StreamloadError, raised_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Load as asked, and write down what came of it."""
     asked = json.loads(sys.argv[1])
     other = asked.get("hosts", {}).get(gethostname(), {})
     asked["options"] |= other.pop("options", {})

@@ -119,7 +119,6 @@ def small_model(name: str, **more: Any) -> Any:
 
 
 def architecture_of(config: Any) -> Any:
-    """A model's architecture in gguf-py."""
     kinds = {model_type: kind for model_type, kind, _ in MODELS.values()}
     return gguf.MODEL_ARCH[kinds[config.model_type]]
 
@@ -238,7 +237,6 @@ def q4_k_m(name: str) -> str:
 
 
 def settings_of(writer: Any, config: Any) -> None:
-    """Write a model's settings, as llama.cpp's converter does."""
     kind = config.model_type
     if kind == "gpt2":
         writer.add_context_length(config.n_positions)

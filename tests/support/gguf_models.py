@@ -76,7 +76,6 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's tensors."""
     if config["model_type"] == "gpt2":
         return Gpt2Shape.of(config).bare()
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -156,7 +155,6 @@ def made_by_gguf_py(
 def read_by_gguf_py(
     path: Path,
 ) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], bytes]]]:
-    """The metadata of a file, and its tensors as `made_by_gguf_py` gives them."""
     import gguf
 
     reader = gguf.GGUFReader(path)

@@ -37,11 +37,9 @@ class Repo:
 
 class _HubHandler(Handler):
     def do_HEAD(self) -> None:
-        """Answer as for GET, without the body."""
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Answer a request of the API, or for a file."""
         hub: Hub = self.server.site.hub  # type: ignore[attr-defined]
         with hub.site.lock:
             port = self.client_address[1]
@@ -64,7 +62,6 @@ class _HubHandler(Handler):
 
 class _SignedHandler(Handler):
     def do_GET(self) -> None:
-        """Serve a file if its signature is one that holds."""
         hub: Hub = self.server.site.hub  # type: ignore[attr-defined]
         hub.seen_by_storage.append(dict(self.headers))
         (signature,) = parse_qs(urlsplit(self.path).query).get("Signature", [""])
@@ -97,7 +94,6 @@ class Hub:
         return self.site.url.rstrip("/")
 
     def add(self, name: str, files: Mapping[str, bytes], commit: str = COMMIT) -> Repo:
-        """Add a commit to a repository, and move its main branch there."""
         repo = self.repos.setdefault(name, Repo({}))
         repo.commits[commit] = dict(files)
         repo.refs["main"] = commit
@@ -109,11 +105,9 @@ class Hub:
         self.signature = f"se-cret{int(self.signature[7:]) + 1}"
 
     def paths(self, command: str = "") -> list[str]:
-        """The paths that the hub itself was asked for, by one HTTP method or by all."""
         return [r.path for r in self.site.requests if command in (r.headers[":"], "")]
 
     def ranges(self, data: bytes) -> list[tuple[int, int] | None]:
-        """The ranges of a large file that its storage was asked for."""
         path = f"/{hashlib.sha256(data).hexdigest()}"
         return [r.range for r in self.storage.requests if r.path.startswith(path)]
 
@@ -205,7 +199,6 @@ def serve_hub() -> Iterator[Hub]:
 def use_hub(
     monkeypatch: pytest.MonkeyPatch, url: str, home: Path, *, offline: bool = False
 ) -> None:
-    """Have huggingface_hub in this process ask a hub, with an empty home."""
     constants = pytest.importorskip("huggingface_hub.constants")
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     for name, value in {
@@ -227,7 +220,6 @@ def use_hub(
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A hub that this process asks, with an empty cache in ``tmp_path / "home"``."""
     with serve_hub() as served:
         use_hub(monkeypatch, served.url, tmp_path / "home")
         yield served

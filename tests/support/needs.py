@@ -61,7 +61,6 @@ def _without_amx(library: ModuleType) -> None:
 
 
 def device(name: str) -> None:
-    """Need a device of tinygrad's that computes."""
     result = probe("tinygrad", name)
     if not result.works:
         lacking(f"tinygrad's {name} does not work: {result.problem}")

@@ -46,8 +46,6 @@ def made(
 
 
 class Block:
-    """A layer of a transformer, without its positions."""
-
     def __init__(self, width: int) -> None:
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -60,8 +58,6 @@ class Block:
 
 
 class Transformer:
-    """Two blocks, and a head tied to the embedding."""
-
     def __init__(self, width: int = 64, tokens: int = 40) -> None:
         self.embedding = nn.Embedding(tokens, width)
         self.layers = [Block(width) for _ in range(2)]

@@ -41,7 +41,6 @@ def raised(call: Callable[[], object]) -> PeerFailedError:
 
 
 def collectives(group: ProcessGroup) -> None:
-    """Lengths that differ, that are zero, and that are large."""
     assert group.allgather(b"x" * group.rank) == [b"x" * rank for rank in range(group.size)]
     assert group.allgather(b"") == [b""] * group.size
     for root in (0, group.size - 1):

@@ -173,7 +173,6 @@ def _stream_from_pretrained() -> None:
 
 
 def _reopened(model: Any, folder: Path) -> Any:
-    """A model that was built from a configuration, saved and opened by streamload."""
     import streamload
 
     model.save_pretrained(folder)
@@ -189,7 +188,6 @@ def _reopened(model: Any, folder: Path) -> Any:
 
 
 def _refilled(module: Any, folder: Path) -> Any:
-    """A module of torch, saved and filled by streamload."""
     from safetensors.torch import save_model
 
     import streamload

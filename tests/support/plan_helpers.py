@@ -77,7 +77,6 @@ def plan_of(
 
 
 def draft_of(checkpoint: Checkpoint) -> Plan:
-    """A plan without placements and devices, with defaults."""
     return Plan(
         path=str(checkpoint.path),
         placements=Moves(),

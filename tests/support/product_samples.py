@@ -63,7 +63,6 @@ class Matrix:
     offset: float = 0.0
 
     def fields(self, **others: int) -> dict[str, int]:
-        """The fields of a job, or the parameters of a kernel, but for addresses."""
         rows, width = self.exact.shape
         tall = self.form.tall or _ALL_ROWS
         found = {"stop": rows, "width": width, "tall": tall, "pitch": rows, "claim": 4}

@@ -42,7 +42,6 @@ class Gpu:
         CONTEXT.check(getattr(self._driver.slow, name)(*arguments), name)
 
     def put(self, at: int, data: Bits) -> None:
-        """Copy to the device, ``at`` bytes from the beginning."""
         whole = np.ascontiguousarray(data)
         assert at + whole.nbytes <= self.nbytes
         self.call("cuMemcpyHtoDAsync_v2", self.address + at, whole.ctypes.data, whole.nbytes, None)

@@ -32,14 +32,12 @@ def write(path: Path, arrays: Mapping[str, Array], shards: int = 1) -> Path:
 
 
 def matrix(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
-    """Ordinary numbers, of sizes that differ by row."""
     rng = np.random.default_rng(seed)
     rows = 10 ** rng.uniform(-3, 3, (shape[0], *(1,) * (len(shape) - 1)))
     return np.asarray((rng.standard_normal(shape) * rows).astype(np.float32).astype(dtype))
 
 
 def model(dtype: Any = np.float32) -> dict[str, Array]:
-    """A small Llama, in the order of the file."""
     out = {"model.embed_tokens.weight": matrix(1, 70, 128, dtype=dtype)}
     for i in range(2):
         layer = f"model.layers.{i}"

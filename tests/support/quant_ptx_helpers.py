@@ -30,7 +30,6 @@ def there(name: str) -> Any:
 
 
 def kernel_id(kernel: tuple[str, DType]) -> str:
-    """A kernel's name in the output of pytest."""
     return f"{kernel[0]}-{kernel[1].code}"
 
 
@@ -65,7 +64,6 @@ class Task:
         self._numel = x.size
 
     def found(self, memory: Array) -> tuple[bytes, Array, QuantCounts]:
-        """Codes, statistics and counts in the memory after a kernel."""
         expected = self.memory.copy()
         for some in self.written:
             expected[some] = memory[some]

@@ -43,7 +43,6 @@ class RecordedTorchDevice(RecordingDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        """torch's CPU, as if it could not be written."""
         return replace(
             self._cpu.info,
             host_visible=self.host_visible,
@@ -104,7 +103,6 @@ class RecordedBulk:
         )
 
     def address(self, buffer: Any) -> int:
-        """Where the tensor's memory begins."""
         address = int(buffer.data_ptr())
         with self._device.lock:
             self._buffers[address] = buffer
@@ -156,7 +154,6 @@ class RecordedBulk:
             self._device.wrongs.append(what)
 
     def _number(self, slot: Staging) -> int:
-        """A slot's stream and event: 1 and more."""
         with self._device.lock:
             return 1 + next(i for i, s in enumerate(self._device.stagings) if s is slot)
 

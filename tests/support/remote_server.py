@@ -44,8 +44,6 @@ def modified(content: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that came in: what was asked for, from which port, with which headers."""
-
     path: str
     range: tuple[int, int] | None  # stop is exclusive
     port: int

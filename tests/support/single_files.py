@@ -40,7 +40,6 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
 
 
 def unet(model: Any) -> State:
-    """Stable Diffusion's, and XL's."""
     state, per = model.state_dict(), model.config.layers_per_block + 1
     out = {}
     for name, tensor in state.items():
@@ -151,7 +150,6 @@ def _joint(
 
 
 def sd3(model: Any, prefix: str = "model.diffusion_model.") -> State:
-    """Stable Diffusion 3's transformer."""
     state, out = model.state_dict(), {}
     out["pos_embed"] = state.pop("pos_embed.pos_embed")
     embed = "time_text_embed"

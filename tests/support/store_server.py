@@ -64,7 +64,6 @@ def refused(status: int, code: str) -> Answer:
 
 @pytest.fixture
 def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A bucket with a test's folder as s3://models/llama/."""
     files = {
         FOLDER + path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")

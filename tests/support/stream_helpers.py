@@ -75,7 +75,6 @@ def prepare(
     budget_nbytes: int = 10**9,
     changes: Changes = NO_CHANGES,
 ) -> Run:
-    """Plan a real load of real files into recording devices."""
     checkpoint = open_checkpoint(path)
     if wants is None:
         wants = [

@@ -39,7 +39,6 @@ def record() -> None:
 
 
 def lines_of(error: errors.StreamloadError) -> list[str]:
-    """The arguments that an error suggests, as source text."""
     if isinstance(error, errors.StateDictMismatchError):
         return [each.arguments for each in error.suggestions]
     lines = getattr(error, "would_fit", ())

@@ -26,7 +26,6 @@ NEAR = 1e-3  # scores that are as good as the same
 
 
 def slices(folder: Path, name: str) -> dict[str, Any]:
-    """Load this rank's slices, as arrays."""
     options: dict[str, Any] = {"device": "host", "budget": "100MB", "progress": False}
     report = distributed.load_state_dict(None, folder / name, split="tensor", **options)
     np.savez(folder / f"{name}.{dist.get_rank()}.npz", **report.state_dict)

@@ -60,7 +60,6 @@ class World:
         self.gone.set()
 
     def close(self) -> None:
-        """Let go of everyone who waits."""
         for world in self.next.values():
             world.close()
         self.over.set()

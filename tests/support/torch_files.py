@@ -50,7 +50,6 @@ def state_dict(**tensors: bytes) -> bytes:
 def archive(
     pickle: bytes, storages: Mapping[str, bytes] | None = None, prefix: str = "archive"
 ) -> bytes:
-    """An archive as torch writes it, of entries that are stored."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as made:
         made.writestr(f"{prefix}/data.pkl", pickle)

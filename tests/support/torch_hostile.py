@@ -34,7 +34,6 @@ def little_memory(nbytes: int = _FEW_NBYTES) -> Iterator[None]:
 
 
 def refused(path: Path) -> CheckpointError:
-    """The error of opening a file, in little memory."""
     most_nbytes = _FEW_NBYTES + 20 * path.stat().st_size
     with little_memory(most_nbytes), pytest.raises(CheckpointError) as raised:
         open_checkpoint(path)

@@ -23,7 +23,6 @@ def empty_like(expected: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(path: Any, expected: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """What a load makes of a checkpoint on torch's CPU."""
     found = empty_like(expected)
     arguments = {"device": "cpu", "dtype": "checkpoint", "progress": False}
     streamload.load_state_dict(found, path, **(arguments | options))
@@ -31,7 +30,6 @@ def loaded(path: Any, expected: Mapping[str, Any], **options: Any) -> dict[str, 
 
 
 def check(path: Any, expected: Mapping[str, Any], **options: Any) -> None:
-    """Compare a load with torch's own."""
     found = loaded(path, expected, **options)
     for name, value in expected.items():
         assert bits(found[name]) == bits(value), name

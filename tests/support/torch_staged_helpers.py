@@ -110,7 +110,6 @@ def write(folder: Path, *, shards: int = 1, dtype: str = "float32") -> Made:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     one, other = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))

@@ -82,7 +82,6 @@ def new_model(name: str, dtype: Any = torch.float32, **changes: Any) -> Any:
 
 
 def saved(folder: Path, name: str, dtype: Any = torch.float32, **changes: Any) -> Path:
-    """The folder of a checkpoint in one file, as transformers writes it."""
     new_model(name, dtype, **changes).save_pretrained(folder)
     return folder
 
@@ -121,7 +120,6 @@ def reconfigure(folder: Path, **changes: Any) -> None:
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
-    """Every parameter and every buffer has the same bytes."""
     mine, theirs = tensors_of(found), tensors_of(expected)
     assert {k: raw(t) for k, t in mine.items()} == {k: raw(t) for k, t in theirs.items()}
 

@@ -65,8 +65,6 @@ def in_fp8(weight: Any, tall: int, wide: int) -> tuple[Any, Any]:
 
 
 def fp8(block: tuple[int, int] | None, name: str = "Llama", **changes: Any) -> Make:
-    """A checkpoint of fine-grained FP8, or with one scale for each weight."""
-
     def change(name: str, tensor: Any) -> dict[str, Any]:
         if not name.endswith("proj.weight"):
             return {name: tensor}
@@ -84,7 +82,6 @@ def fp8(block: tuple[int, int] | None, name: str = "Llama", **changes: Any) -> M
 
 
 def mxfp4(folder: Path) -> None:
-    """A checkpoint of gpt-oss with experts in MXFP4."""
     plain(
         folder,
         "GptOss",

@@ -43,7 +43,6 @@ def raw(tensor: Any) -> bytes:
 
 
 def bits(pipeline: Any) -> dict[str, tuple[Any, bytes]]:
-    """Dtype and bytes of every tensor of a pipeline, buffers too."""
     return {
         f"{part}.{name}": (tensor.dtype, raw(tensor))
         for part, model in models(pipeline).items()

@@ -38,7 +38,6 @@ LEAST = {
 
 
 def offloaded(path: Any, budget: int, **arguments: Any) -> Any:
-    """Load with streamload, on the CPU, to take turns."""
     given = {"device": "cpu", "progress": False, "offload": True, "budget": budget}
     return streamload.diffusers.from_pretrained(path, **(given | arguments))
 
@@ -48,14 +47,12 @@ def resident(path: Any, **arguments: Any) -> Any:
 
 
 def small(pipeline: Any, **more: Any) -> Any:
-    """A small image, or a video of few frames."""
     if isinstance(pipeline, (diffusers.FluxPipeline, diffusers.WanPipeline)):
         return image(pipeline, **more)
     return image(pipeline, height=16, width=16, **more)
 
 
 def present(pipeline: Any) -> dict[str, int]:
-    """Bytes of the weights that are in memory now, by model."""
     found = {}
     for name, model in models(pipeline).items():
         weights = [p for p in model.parameters() if not hasattr(p, STREAMED)]

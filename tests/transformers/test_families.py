@@ -155,7 +155,6 @@ class Linears(torch.nn.Module):  # type: ignore[misc]
             )
 
         def forward(self, x: Any) -> Any:
-            """Attention and the two layers after it."""
             batch, length, dim = x.shape
             parts = self.attn["c_attn"](self.ln_1(x)).split(dim, dim=2)
             q, k, v = (p.view(batch, length, self.heads, -1).transpose(1, 2) for p in parts)

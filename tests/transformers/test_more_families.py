@@ -72,7 +72,6 @@ def reference(name: str, path: Path) -> Any:
 
 
 def computed(name: str, model: Any) -> dict[str, Any]:
-    """What a model gives for a padded batch, and the tokens that it generates from it."""
     given = INPUTS[FAMILIES[name].kind](model.config)
     with torch.no_grad():
         found = {f"forward.{i}": each for i, each in enumerate(flat(model(**given)))}
@@ -98,7 +97,6 @@ def flat(found: Any) -> Iterator[Any]:
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Every tensor has the same bits."""
     assert found.keys() == expected.keys()
     differing = [key for key in expected if not torch.equal(found[key], expected[key])]
     assert differing == []

@@ -30,7 +30,6 @@ SENTENCES = ["a cat", "the cat sat on the mat", "on a mat"]
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """A BERT's checkpoint, and words beside it."""
     saved(folder, "bert")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "the", "cat", "sat", "on", "mat"]
     inner = tokenizers.Tokenizer(
@@ -45,7 +44,6 @@ def with_tokenizer(folder: Path) -> Path:
 
 @pytest.fixture
 def sentences(tmp_path: Path) -> Path:
-    """A model of sentence-transformers with a pooling and a dense module."""
     needs.runtime("sentence_transformers")
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer

@@ -57,7 +57,6 @@ def stable_diffusion() -> tuple[Any, files.State]:
 
 
 def sdxl() -> tuple[Any, files.State]:
-    """Likewise, with a text encoder of OpenCLIP."""
     pipe = diffusion.sdxl()
     pipe.register_modules(text_encoder_2=random(diffusion.clip(PROJECTED, 64)))
     one, two = (f"conditioner.embedders.{number}." for number in range(2))
@@ -67,7 +66,6 @@ def sdxl() -> tuple[Any, files.State]:
 
 
 def sd3() -> tuple[Any, files.State]:
-    """Likewise, with three text encoders."""
     pipe = diffusion.sd3()
     pipe.register_modules(text_encoder_2=random(diffusion.clip(PROJECTED, 64)))
     state = files.sd3(random(pipe.transformer)) | files.vae(random(pipe.vae))

@@ -49,7 +49,6 @@ def logits(model: Any) -> Any:
 
 
 def held(model: Any) -> dict[str, str]:
-    """The format of each quantised weight, by name."""
     return {
         f"{name}.{leaf}": each.format
         for name, one in model.named_modules()
@@ -281,7 +280,6 @@ def test_plans_without_a_model_choose_alike(mixed: Path) -> None:
 
 
 def held_by_plan(made: Plan) -> set[str]:
-    """Names of weights that stay in blocks."""
     return {p.name for p in made.placements if p.stored}
 
 

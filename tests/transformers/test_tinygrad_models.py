@@ -71,7 +71,6 @@ def text(ids: Any = IDS) -> Tensor:
 
 
 def llama(**others: Any) -> Any:
-    """tinygrad's Llama, of transformers' small sizes."""
     sizes: dict[str, Any] = {"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2}
     sizes |= {"n_kv_heads": 2, "norm_eps": 1e-6, "vocab_size": 96, "max_context": 16, "jit": False}
     return of("extra.models.llama", "Transformer")(**sizes | others)
@@ -100,21 +99,18 @@ def clip() -> Any:
 
 
 def t5() -> Any:
-    """The text encoder of Flux, small."""
     config = of("extra.models.t5", "T5Config")
     sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
     return of("extra.models.t5", "T5EncoderModel")(config(**sizes, num_heads=4))
 
 
 def whisper() -> Any:
-    """Encoder and decoder of two layers."""
     sizes = {f"n_{kind}_{what}": n for kind in ("audio", "text") for what, n in
              (("ctx", 16), ("state", 32), ("head", 4), ("layer", 2))}  # fmt: skip
     return of("examples.whisper", "Whisper")({"n_mels": 8, "n_vocab": 96, **sizes})
 
 
 def unet() -> Any:
-    """Stable Diffusion's, small."""
     return of("extra.models.unet", "UNetModel")(
         **{"adm_in_ch": None, "in_ch": 4, "out_ch": 4, "model_ch": 32, "num_res_blocks": 1},
         **{"attention_resolutions": [2], "channel_mult": [1, 2], "transformer_depth": [1, 1]},

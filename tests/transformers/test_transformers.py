@@ -895,7 +895,6 @@ def test_buffers_that_are_computed_count_against_the_budget(tmp_path: Path) -> N
 
 
 def read_nbytes() -> int:
-    """Bytes that this process has read by system calls."""
     fields = Path("/proc/self/io").read_text().split()
     return int(fields[fields.index("rchar:") + 1])
 

@@ -117,7 +117,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(path: Path, **config: Any) -> tuple[Any, Any]:
-    """The model as it is loaded here, and by transformers alone."""
     more = {"quantization_config": transformers.BitsAndBytesConfig(**config)} if config else {}
     found = ours.from_pretrained(path, device="cuda:0", budget="2GB", progress=False, **more)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -212,7 +212,6 @@ def test_missing_packages_are_named(
 
 
 def unquantized(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
-    """Put a plain weight in the place of a quantised one."""
     path = folder / "model.safetensors"
     tensors = {n: t for n, t in st.load_file(path).items() if not n.startswith(name)}
     tensors[name] = torch.randn(128, 64).to(dtype)
@@ -258,7 +257,6 @@ def test_scales_that_do_not_fit_the_module_are_refused(tmp_path: Path) -> None:
 
 
 def same_state(found: Any, expected: Any) -> None:
-    """Names, classes, dtypes, shapes and bytes are the same."""
     mine, theirs = found.state_dict(), expected.state_dict()
     assert list(mine) == list(theirs)
     for name, tensor in mine.items():

@@ -416,7 +416,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def both(folder: Path, name: str, **arguments: Any) -> tuple[Any, Any]:
-    """The model that is quantised on the way, and that of transformers and bitsandbytes."""
     needs_library("bitsandbytes")
     config = transformers.BitsAndBytesConfig
     found = load(folder, quantization_config=config(**CONFIGS[name]))

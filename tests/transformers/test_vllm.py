@@ -58,7 +58,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def gguf(source: Path, out: Path) -> Path:
-    """A model's GGUF file of Q8_0."""
     streamload.convert(source, out, to="gguf", quant="q8_0")
     return out / "model.gguf"
 
@@ -321,7 +320,6 @@ def test_streamload_does_not_import_vllm() -> None:
 
 @pytest.fixture(scope="module")
 def vllm() -> None:
-    """VLLM, whose processes find the plugin."""
     needs.module("vllm", needed=False)
     if "streamload" not in {each.name for each in entry_points(group="vllm.general_plugins")}:
         pytest.skip("streamload is not installed beside vllm")

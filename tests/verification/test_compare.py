@@ -75,7 +75,6 @@ def listed(folder: Path, tensors: Tensors) -> None:
 
 
 def written(folder: Path, tensors: Tensors, files: int = 1) -> Path:
-    """Write a checkpoint of some files, with the tensors dealt out to them."""
     if files == 1:
         write_safetensors(folder / "model.safetensors", tensors)
     names = list(tensors)
@@ -94,7 +93,6 @@ def one(
 
 
 def flipped(data: bytes, at: int) -> bytes:
-    """The same with the lowest bit of one byte turned around."""
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
