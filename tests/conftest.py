@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -123,6 +124,26 @@ def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("small") / "checkpoint"
     make_checkpoint(out, shape_of_size(100_000, parse_dtype("bfloat16")), shards=2)
     return out
+
+
+@pytest.fixture
+def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
+    """A Llama-shaped bf16 checkpoint of 2 MB in three shards, which a test may change."""
+    return tmp_checkpoint(2_000_000, shards=3)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in float32, for reading only: layers of 172 kB, embedding and head of 131 kB."""
+    models = importlib.import_module("offloading_models")
+    return models.save(models.built("llama"), tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in for the library of CUDA's driver."""
+    stand_in = importlib.import_module("cuda_stand_in")
+    return stand_in.build(tmp_path_factory.mktemp("driver")).parent
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from dequant_ptx_helpers import Task, expected_of, extremes, opened
 from dequant_ptx_helpers import same as assert_same
 from dequant_samples import Sample, every, four_bit, fp8, int8, mxfp4, same, write
-from ptx_cuda_helpers import CONTEXT, Gpu
+from ptx_cuda_helpers import Gpu, gpu
 
 import streamload
 from streamload import RowRange, Source
@@ -29,10 +28,10 @@ from streamload.errors import OutOfRangeError
 from streamload.verification.verify import verify
 
 torch = needs.module("torch")
+__all__ = ["gpu"]
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
 
-MEMORY_NBYTES = 256 * 2**20
 SAMPLES = every()
 LARGE = [
     fp8("l.5.q.weight", (3001, 2052)),
@@ -42,14 +41,6 @@ LARGE = [
     four_bit("l.6.o.weight", (2048, 4096), "fp4", nested=True),
     mxfp4("l.5.experts.gate_up_proj", (4, 1440, 2880)),
 ]
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[Gpu]:
-    with CONTEXT.current():
-        gpu = Gpu(MEMORY_NBYTES)
-        yield gpu
-        gpu.close()
 
 
 @cache

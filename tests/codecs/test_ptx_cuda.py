@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import pytest
 from cast_reference_helpers import CASTS, Bits, as_bits, pair_id, samples, tallied
-from ptx_cuda_helpers import BUSY_NBYTES, CONTEXT, FILL, Gpu
+from ptx_cuda_helpers import BUSY_NBYTES, CONTEXT, FILL, MEMORY_NBYTES, Gpu, gpu
 
 from streamload.codecs.cast_cuda import blocks, cast_ptx
 from streamload.codecs.floats import PAIRS, lossless
@@ -20,16 +20,8 @@ from streamload.devices import cuda
 from streamload.devices.cuda import load_function
 from streamload.errors import DeviceError
 
+__all__ = ["gpu"]
 CHUNK_NBYTES = 2_831_155  # 2.7 MiB, and no whole number of vectors
-MEMORY_NBYTES = 640 * 2**20  # the longest samples, and more chunks than any cache holds
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[Gpu]:
-    with CONTEXT.current():
-        gpu = Gpu(MEMORY_NBYTES)
-        yield gpu
-        gpu.close()
 
 
 @cache

@@ -6,14 +6,13 @@ bitsandbytes' CUDA kernels, and speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import needs
 import numpy as np
 import pytest
-from ptx_cuda_helpers import CONTEXT, Gpu
+from ptx_cuda_helpers import Gpu, gpu
 from quant_kernels_helpers import BLOCKED, assert_same_counts, shaped
 from quant_ptx_helpers import KERNELS, NAMES, Task, by_oracle, kernel_id, there
 from quant_samples import Sample, samples
@@ -27,18 +26,10 @@ from streamload.core.dtypes import BF16, DType
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function
 
+__all__ = ["gpu"]
 Array = np.ndarray[Any, np.dtype[Any]]
-MEMORY_NBYTES = 640 * 2**20
 EXACT = ("int8", "q8_0", "q4_0")  # without an approximate reciprocal
 CHUNK_NBYTES = 4 * 2**20
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[Gpu]:
-    with CONTEXT.current():
-        gpu = Gpu(MEMORY_NBYTES)
-        yield gpu
-        gpu.close()
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,8 @@ __all__ = ["hub", "patience", "site"]
 
 
 @pytest.fixture
-def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
+def folder(folder: Path) -> Path:
     """A small Llama of bfloat16 in three shards, with a tokenizer."""
-    folder = tmp_checkpoint(2_000_000, shards=3)
     (folder / "tokenizer.json").write_text('{"some": "words"}')
     return folder
 

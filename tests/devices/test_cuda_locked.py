@@ -73,11 +73,6 @@ def end():
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file of random bytes, in the page cache as it was just written."""
@@ -86,14 +81,14 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def run(folder: Path, path: Path, code: str) -> None:
-    cuda_stand_in.run(folder, PRELUDE + code, path)
+def run(driver: Path, path: Path, code: str) -> None:
+    cuda_stand_in.run(driver, PRELUDE + code, path)
 
 
-def test_what_is_read_again_is_copied_from_locked_pages(folder: Path, path: Path) -> None:
+def test_what_is_read_again_is_copied_from_locked_pages(driver: Path, path: Path) -> None:
     """With other tables that are not locked yet, to other addresses; and nothing is read then."""
     run(
-        folder,
+        driver,
         path,
         """
 slots = count("registered")
@@ -115,10 +110,10 @@ end()
     )
 
 
-def test_what_may_not_or_cannot_be_locked_is_read(folder: Path, path: Path) -> None:
+def test_what_may_not_or_cannot_be_locked_is_read(driver: Path, path: Path) -> None:
     """A reader that drops pages, too little memory, or a driver that refuses."""
     run(
-        folder,
+        driver,
         path,
         """
 slots = count("registered")
@@ -138,9 +133,9 @@ end()
     )
 
 
-def test_copies_wait_for_work_of_other_streams(folder: Path, path: Path) -> None:
+def test_copies_wait_for_work_of_other_streams(driver: Path, path: Path) -> None:
     run(
-        folder,
+        driver,
         path,
         """
 from types import SimpleNamespace
@@ -174,9 +169,9 @@ end()
     )
 
 
-def test_pages_are_unlocked_when_memory_is_short(folder: Path, path: Path) -> None:
+def test_pages_are_unlocked_when_memory_is_short(driver: Path, path: Path) -> None:
     run(
-        folder,
+        driver,
         path,
         """
 slots = count("registered")
@@ -194,10 +189,10 @@ end()
     )
 
 
-def test_small_copies_are_read_into_slots_that_are_as_small(folder: Path, path: Path) -> None:
+def test_small_copies_are_read_into_slots_that_are_as_small(driver: Path, path: Path) -> None:
     """Reads that follow each other, in the file and on the device, would make a larger copy."""
     run(
-        folder,
+        driver,
         path,
         """
 cuda_copies._LEAST_NBYTES = 2**18
@@ -227,9 +222,9 @@ end()
     )
 
 
-def test_descriptors_that_run_out_are_no_failure(folder: Path, path: Path) -> None:
+def test_descriptors_that_run_out_are_no_failure(driver: Path, path: Path) -> None:
     run(
-        folder,
+        driver,
         path,
         """
 import resource

@@ -40,13 +40,8 @@ def file_of(data):
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
-
-
-def _run(folder: Path, code: str) -> None:
-    cuda_stand_in.run(folder, PRELUDE + code)
+def _run(driver: Path, code: str) -> None:
+    cuda_stand_in.run(driver, PRELUDE + code)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +77,10 @@ def _run(folder: Path, code: str) -> None:
         ),
     ],
 )
-def test_what_was_destroyed_may_not_be_used(code: str, said: str, folder: Path) -> None:
+def test_what_was_destroyed_may_not_be_used(code: str, said: str, driver: Path) -> None:
     with pytest.raises(AssertionError, match=f"the stand-in of CUDA's driver: {said}"):
         _run(
-            folder,
+            driver,
             """
 slot, memory = cuda.PinnedStaging(context, 100), bulk.memory(100)
 event = slot.event
@@ -99,9 +94,9 @@ def call(name, *arguments):
         )
 
 
-def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
+def test_a_device_that_is_not_there_is_named(driver: Path) -> None:
     _run(
-        folder,
+        driver,
         """
 try:
     cuda.Context.primary("cuda:9", 9)
@@ -112,10 +107,10 @@ except DeviceError as error:
     )
 
 
-def test_bytes_of_a_slot_are_copied_and_all_is_given_back(folder: Path) -> None:
+def test_bytes_of_a_slot_are_copied_and_all_is_given_back(driver: Path) -> None:
     """At an offset of the slot, to an address, in the context; closing twice does no harm."""
     _run(
-        folder,
+        driver,
         """
 slot, memory = cuda.PinnedStaging(context, 1000), bulk.memory(2000)
 assert memory.read(0, 2000) == bytes(2000)
@@ -132,10 +127,10 @@ check_clean()
     )
 
 
-def test_memory_that_cannot_be_had_is_given_back(folder: Path) -> None:
+def test_memory_that_cannot_be_had_is_given_back(driver: Path) -> None:
     """With one error that says what was asked for: page-locked memory, and the device's."""
     _run(
-        folder,
+        driver,
         """
 count("locks_left").value = 0
 try:
@@ -153,10 +148,10 @@ check_clean()
     )
 
 
-def test_many_reads_and_copies_in_one_call(folder: Path) -> None:
+def test_many_reads_and_copies_in_one_call(driver: Path) -> None:
     """By the compiled loop; a slot is filled again when its own copies have ended."""
     _run(
-        folder,
+        driver,
         """
 data = os.urandom(10_000)
 memory = bulk.memory(10_000)
@@ -176,10 +171,10 @@ check_clean()
     )
 
 
-def test_threads_fill_buffers_again_and_again(folder: Path) -> None:
+def test_threads_fill_buffers_again_and_again(driver: Path) -> None:
     """Each run has a ticket for all its copies, and slots are filled when theirs have ended."""
     _run(
-        folder,
+        driver,
         """
 from streamload.devices.base import ReadTable
 data = os.urandom(100_000)
@@ -221,9 +216,9 @@ check_clean()
     )
 
 
-def test_what_was_copied_is_cast_on_the_device(folder: Path) -> None:
+def test_what_was_copied_is_cast_on_the_device(driver: Path) -> None:
     _run(
-        folder,
+        driver,
         """
 F32, F16, BF16 = (BY_CODE[code] for code in ("F32", "F16", "BF16"))
 kernels = cuda_stand_in.Kernels(driver, [(BF16, F16), (F16, F32)])

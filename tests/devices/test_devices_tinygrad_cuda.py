@@ -78,11 +78,6 @@ def as_half(data):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
-
-
-@pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tensors from one byte to several chunks and one, and many small ones."""
     rng = np.random.default_rng(3)
@@ -96,14 +91,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_safetensors(tmp_path_factory.mktemp("path") / "model.safetensors", tensors)
 
 
-def run(folder: Path, path: Path, code: str, **variables: str) -> None:
-    cuda_stand_in.run(folder, PRELUDE + code, path, **variables)
+def run(driver: Path, path: Path, code: str, **variables: str) -> None:
+    cuda_stand_in.run(driver, PRELUDE + code, path, **variables)
 
 
-def test_a_load_is_exact_and_leaves_nothing_behind(folder: Path, path: Path) -> None:
+def test_a_load_is_exact_and_leaves_nothing_behind(driver: Path, path: Path) -> None:
     """Raw and cast, from a thread that has no context; none is left current there."""
     run(
-        folder,
+        driver,
         path,
         """
 Device["CUDA"]
@@ -145,10 +140,10 @@ check_clean()
 WAYS: dict[str, dict[str, str]] = {"auto": {}, "direct": {"reader": "direct"}}
 
 
-def test_casts_and_ways_to_the_device_come_with_the_driver(folder: Path, path: Path) -> None:
+def test_casts_and_ways_to_the_device_come_with_the_driver(driver: Path, path: Path) -> None:
     """Casts in the device's memory, and bytes through the page cache or past it."""
     run(
-        folder,
+        driver,
         path,
         f"""
 import warnings
@@ -178,13 +173,13 @@ for way in {list(WAYS.values())}:
     )
 
 
-def test_a_cast_that_the_driver_refuses_is_the_hosts(folder: Path, path: Path) -> None:
+def test_a_cast_that_the_driver_refuses_is_the_hosts(driver: Path, path: Path) -> None:
     """It is known before anything is read or allocated; only the kernels that are needed are asked.
 
     Where the device is to cast, it is an error.
     """
     run(
-        folder,
+        driver,
         path,
         """
 import warnings
@@ -235,10 +230,10 @@ def test_a_device_that_nobody_looks_at_is_planned_as_cuda(path: Path) -> None:
     assert made.device("CUDA").peak_nbytes == 2 * 2**21
 
 
-def test_weights_are_written_in_place_or_replaced(folder: Path, path: Path) -> None:
+def test_weights_are_written_in_place_or_replaced(driver: Path, path: Path) -> None:
     """The same memory, or the old memory given back first; copies of tinygrad's own are done."""
     run(
-        folder,
+        driver,
         path,
         """
 bits = expected()
@@ -269,10 +264,10 @@ assert (model["odd"].numpy().tobytes()) == bits["odd"]
     )
 
 
-def test_two_devices_have_their_own_contexts(folder: Path, path: Path) -> None:
+def test_two_devices_have_their_own_contexts(driver: Path, path: Path) -> None:
     """Each tensor lies where the plan put it, and is freed there."""
     run(
-        folder,
+        driver,
         path,
         """
 other = ctypes.c_void_p(1)
@@ -303,10 +298,10 @@ assert count("contexts_made").value == 2
     )
 
 
-def test_a_device_says_what_it_has_and_keeps_what_is_in_use(folder: Path, path: Path) -> None:
+def test_a_device_says_what_it_has_and_keeps_what_is_in_use(driver: Path, path: Path) -> None:
     """Memory comes from the driver's own numbers; what kernels may still use is waited for."""
     run(
-        folder,
+        driver,
         path,
         """
 device = ours.FRAMEWORK.device("cuda:0")
@@ -350,10 +345,10 @@ check_clean()
     )
 
 
-def test_a_load_that_fails_leaves_nothing_under_way(folder: Path, path: Path) -> None:
+def test_a_load_that_fails_leaves_nothing_under_way(driver: Path, path: Path) -> None:
     """A copy that is refused, and memory that is short: every parameter in a stated condition."""
     run(
-        folder,
+        driver,
         path,
         """
 count("copies_left").value = 5
@@ -386,10 +381,10 @@ check_clean()
     )
 
 
-def test_without_a_cache_memory_is_freed_in_its_context(folder: Path, path: Path) -> None:
+def test_without_a_cache_memory_is_freed_in_its_context(driver: Path, path: Path) -> None:
     """LRU=0: tinygrad then frees as soon as it lets go, in whatever context is current."""
     run(
-        folder,
+        driver,
         path,
         """
 model = {"whole": Tensor(np.ones(65536, np.float32), device="CUDA").realize()}
@@ -423,10 +418,10 @@ check_clean()
     )
 
 
-def test_cold_files_are_read_by_few_threads_into_long_slots(folder: Path, path: Path) -> None:
+def test_cold_files_are_read_by_few_threads_into_long_slots(driver: Path, path: Path) -> None:
     """Past the page cache, by two of 16 MiB at most, unless others are asked for; else 8 MiB."""
     run(
-        folder,
+        driver,
         path,
         """
 direct, pread = (

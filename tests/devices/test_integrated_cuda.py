@@ -68,11 +68,6 @@ def load(**arguments):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
-
-
-@pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(5)
     tensors: dict[str, Any] = {f"w{i}": ("U8", (4 * MIB,), rng.bytes(4 * MIB)) for i in range(16)}
@@ -80,7 +75,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_load_fits_beside_page_cache_and_beyond_the_cgroup(
-    folder: Path, path: Path, tmp_path: Path, cgroup: Boxes
+    driver: Path, path: Path, tmp_path: Path, cgroup: Boxes
 ) -> None:
     """The driver's memory is no cgroup's; pages that the load reads are dropped behind it."""
     # written here: this process's cgroup pays for the device's memory
@@ -130,14 +125,14 @@ except PlanInfeasibleError as error:
 """
     )
     argv = [sys.executable, "-c", code, path, tmp_path / "pool", tmp_path / "junk"]
-    done = cgroup.run(list(map(str, argv)), 512 * MIB, env=cuda_stand_in.environment(folder))
+    done = cgroup.run(list(map(str, argv)), 512 * MIB, env=cuda_stand_in.environment(driver))
     assert done.outcome == "done", (done.outcome, done.stdout, done.stderr)
 
 
-def test_memory_is_measured_before_each_allocation(folder: Path, path: Path) -> None:
+def test_memory_is_measured_before_each_allocation(driver: Path, path: Path) -> None:
     """Memory that others took since the plan, or that the driver does not give, is an error."""
     cuda_stand_in.run(
-        folder,
+        driver,
         TINYGRAD
         + """
 left = []
@@ -170,9 +165,9 @@ assert load(reader="pread", page_cache="keep").page_cache.startswith("page_cache
     )
 
 
-def test_torch_counts_as_tinygrad_does(folder: Path, path: Path) -> None:
+def test_torch_counts_as_tinygrad_does(driver: Path, path: Path) -> None:
     cuda_stand_in.run(
-        folder,
+        driver,
         PRELUDE
         + """
 from contextlib import nullcontext

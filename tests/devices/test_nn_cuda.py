@@ -44,12 +44,7 @@ def takes_kernel(y):
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
-
-
-def test_a_few_tokens_are_one_kernel(folder: Path) -> None:
+def test_a_few_tokens_are_one_kernel(driver: Path) -> None:
     """Of every format, within rounding, on both devices, with a bias, at once and by TinyJit."""
     code = """
 half, single = np.float16, np.float32
@@ -74,10 +69,10 @@ for seed in range(4):
     x = vectors(1, 1, 64, seed=seed)
     assert np.allclose(step(on(x)).numpy(), x @ weight.T + np.arange(8), atol=1e-4)
 """
-    cuda_stand_in.run(folder, PRELUDE + code)
+    cuda_stand_in.run(driver, PRELUDE + code)
 
 
-def test_others_take_the_expression(folder: Path) -> None:
+def test_others_take_the_expression(driver: Path) -> None:
     """More tokens, a variable number, other dtypes and widths, and a buffer at an odd address."""
     code = """
 layer, _ = made("q8_0", 8, 64, "CUDA")
@@ -101,10 +96,10 @@ assert not takes_kernel(layer(flat[1:65].contiguous()))
 view = flat.uop.buffer.view(64, dtypes.float32, 4).ensure_allocated()
 assert not takes_kernel(layer(Tensor(type(flat.uop).from_buffer(view))))
 """
-    cuda_stand_in.run(folder, PRELUDE + code)
+    cuda_stand_in.run(driver, PRELUDE + code)
 
 
-def test_without_its_means_a_device_takes_the_expression(folder: Path, tmp_path: Path) -> None:
+def test_without_its_means_a_device_takes_the_expression(driver: Path, tmp_path: Path) -> None:
     """No compiler and no kept code, or a tinygrad that runs such programs in another way."""
     code = """
 from unittest.mock import patch
@@ -125,4 +120,4 @@ product._works.cache_clear()
 product._kernel.cache_clear()
 assert takes_kernel(layer(x))
 """
-    cuda_stand_in.run(folder, PRELUDE + code, XDG_CACHE_HOME=str(tmp_path))
+    cuda_stand_in.run(driver, PRELUDE + code, XDG_CACHE_HOME=str(tmp_path))

@@ -191,11 +191,6 @@ def test_one_node_is_a_device_and_bad_arguments_are_refused(eight: Path) -> None
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save(models.built("llama"), tmp_path_factory.mktemp("nodes") / "model")
-
-
 def expected(path: Path) -> Any:
     whole = on_meta(path)
     streamload.load_state_dict(whole, path, device="cpu", progress=False)
@@ -262,11 +257,11 @@ def computed(found: Sequence[Any]) -> Any:
     ],
     ids=str,
 )
-def test_logits_are_those_of_the_model_that_is_resident(path: Path, budgets: list[int]) -> None:
+def test_logits_are_those_of_the_model_that_is_resident(llama: Path, budgets: list[int]) -> None:
     """Bit for bit, pass after pass, whichever ranks stream; each keeps its budget."""
-    found = begun(path, budgets)
+    found = begun(llama, budgets)
     try:
-        logits = expected(path)
+        logits = expected(llama)
         for _ in range(3):
             assert torch.equal(computed(found), logits)
         assert len({plan.digest for plan, _, _ in found}) == 1
@@ -321,12 +316,12 @@ def test_14_ranks_run_what_loads_on_16(tmp_path: Path) -> None:
         close(found)
 
 
-def test_a_rank_may_have_the_whole_model_on_the_meta_device(path: Path) -> None:
+def test_a_rank_may_have_the_whole_model_on_the_meta_device(llama: Path) -> None:
     def body(group: ThreadGroup) -> Any:
         mine = {"budget": 250_000, "group": group, "device": "cpu"}
-        plan = distributed.plan(path, offload=True, **mine)
-        whole = on_meta(path)
-        return plan, whole, distributed.offload(whole, path, progress=False, **mine)
+        plan = distributed.plan(llama, offload=True, **mine)
+        whole = on_meta(llama)
+        return plan, whole, distributed.offload(whole, llama, progress=False, **mine)
 
     found = run(World(2), body)
     try:
@@ -338,7 +333,7 @@ def test_a_rank_may_have_the_whole_model_on_the_meta_device(path: Path) -> None:
                     x = whole.model["layers"][number](x)
                 if plan.mine.has_head:
                     x = whole.lm_head(whole.model["norm"](x))
-        assert torch.equal(x, expected(path))
+        assert torch.equal(x, expected(llama))
         assert found[0][1].lm_head.weight.is_meta
         assert found[1][1].model["embed_tokens"].weight.is_meta
     finally:
@@ -358,12 +353,12 @@ def test_experts_are_in_a_cache_of_each_node(tmp_path: Path) -> None:
     assert "experts of 2 layers" in str(found)
 
 
-def test_what_was_closed_can_be_offloaded_again_and_tokens_are_room(path: Path) -> None:
+def test_what_was_closed_can_be_offloaded_again_and_tokens_are_room(llama: Path) -> None:
     """With room for what 64 tokens take, of which logits are the last rank's alone."""
     for _ in range(2):
-        found = begun(path, [10**7] * 2, tokens=64)
+        found = begun(llama, [10**7] * 2, tokens=64)
         try:
-            assert torch.equal(computed(found), expected(path))
+            assert torch.equal(computed(found), expected(llama))
             first, last = (each[2].plan for each in found)
             assert last.activation_nbytes - first.activation_nbytes == 64 * 512 * 4
             assert first.cache_nbytes > 0
@@ -371,32 +366,32 @@ def test_what_was_closed_can_be_offloaded_again_and_tokens_are_room(path: Path) 
             close(found)
 
 
-def test_a_rank_without_layers_needs_no_cache(path: Path) -> None:
-    found = begun(path, [9_000_000] * 6, tokens=16)
+def test_a_rank_without_layers_needs_no_cache(llama: Path) -> None:
+    found = begun(llama, [9_000_000] * 6, tokens=16)
     try:
         without = [each for each in found if not each[0].mine.layers]
         assert without
         assert all(offloaded.plan.cache_nbytes == 0 for _, _, offloaded in without)
-        assert torch.equal(computed(found), expected(path))
+        assert torch.equal(computed(found), expected(llama))
     finally:
         close(found)
 
 
-def test_a_model_may_number_its_own_layers(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
+def test_a_model_may_number_its_own_layers(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
 
     def body(group: ThreadGroup) -> Any:
         mine = {"budget": 250_000, "group": group, "device": "cpu"}
-        plan = distributed.plan(path, offload=True, **mine)
+        plan = distributed.plan(llama, offload=True, **mine)
         local = replace(plan.mine, layers=range(len(plan.mine.layers)))
         with torch.device("meta"):
             stage = pipeline.Stage(config, local).eval()
         numbers = {"layers": lambda part: range(len(part.layers)), "progress": False}
-        return plan, stage, distributed.offload(stage, path, **mine, **numbers)
+        return plan, stage, distributed.offload(stage, llama, **mine, **numbers)
 
     found = run(World(2), body)
     try:
-        assert torch.equal(computed(found), expected(path))
+        assert torch.equal(computed(found), expected(llama))
         for _, _, offloaded in found:
             assert "model.layers.0" in offloaded.plan.residency.streams
     finally:
@@ -422,9 +417,9 @@ def failed(path: Path, size: int = 2, **options: Any) -> list[Any]:
     return found
 
 
-def test_a_budget_below_the_least_is_refused_by_all_with_the_numbers(path: Path) -> None:
+def test_a_budget_below_the_least_is_refused_by_all_with_the_numbers(llama: Path) -> None:
     """Before anything is read; and the error of a load names what would run."""
-    errors = failed(path, budget=100_000)
+    errors = failed(llama, budget=100_000)
     assert len({str(error) for error in errors}) == 1
     for error in errors:
         assert isinstance(error, PlanInfeasibleError)
@@ -434,19 +429,19 @@ def test_a_budget_below_the_least_is_refused_by_all_with_the_numbers(path: Path)
     def load(group: ThreadGroup) -> Any:
         options: Any = {"device": "cpu", "progress": False, "group": group}
         budgets = 250_000 if group.rank else 251_000
-        return distributed.load_state_dict(on_meta(path), path, budget=budgets, **options)
+        return distributed.load_state_dict(on_meta(llama), llama, budget=budgets, **options)
 
     for error in run(World(2), load):
         assert isinstance(error, PlanInfeasibleError)
         assert error.would_fit[-1].startswith("streamload.distributed.offload (a pass reads at mo")
 
 
-def test_ranks_that_ask_for_different_things_are_told(path: Path) -> None:
+def test_ranks_that_ask_for_different_things_are_told(llama: Path) -> None:
     """What the split depends on must be the same; the host's part is each rank's own."""
 
     def body(group: ThreadGroup) -> Any:
         options: Any = {"budget": 250_000, "device": "cpu", "group": group, "offload": True}
-        return distributed.plan(path, tokens=(8, 16)[group.rank], **options)
+        return distributed.plan(llama, tokens=(8, 16)[group.rank], **options)
 
     for error in run(World(2), body):
         assert isinstance(error, PlanMismatchError)
@@ -454,31 +449,31 @@ def test_ranks_that_ask_for_different_things_are_told(path: Path) -> None:
 
     def either(group: ThreadGroup) -> Any:
         options: Any = {"budget": 10**7, "device": "cpu", "group": group}
-        return distributed.plan(path, offload=group.rank == 0, **options)
+        return distributed.plan(llama, offload=group.rank == 0, **options)
 
     assert all("offload=False" in str(error) for error in run(World(2), either))
     for options in ({"tokens": 3}, {"offload": True, "split": "replicate"}, {"stay": "*norm*"}):
         with pytest.raises(ValueError, match="offload=True"):
-            distributed.plan(path, budget=10**7, device="cpu", **options)  # type: ignore[arg-type]
+            distributed.plan(llama, budget=10**7, device="cpu", **options)  # type: ignore[arg-type]
 
 
-def test_what_is_no_model_of_layers_is_refused(path: Path) -> None:
+def test_what_is_no_model_of_layers_is_refused(llama: Path) -> None:
     tensors = {"model.embed_tokens.weight": torch.zeros(512, 64)}
-    own, other = failed(path, model=[tensors, None], strict=False)
+    own, other = failed(llama, model=[tensors, None], strict=False)
     assert isinstance(own, OffloadError)
     assert "a module, not a dict" in str(own)
     assert isinstance(other, NodeError)
     assert other.node.endswith("/0")
     with pytest.raises(OffloadError, match="needs a model"):
-        distributed.offload(None, path, budget=10**7, device="cpu")
+        distributed.offload(None, llama, budget=10**7, device="cpu")
 
 
-def test_a_rank_whose_file_is_gone_is_named(path: Path, tmp_path: Path) -> None:
+def test_a_rank_whose_file_is_gone_is_named(llama: Path, tmp_path: Path) -> None:
     """Before the load: it says which file; the others name it, and hold nothing."""
     away = tmp_path / "away"
-    shutil.copytree(path, away)
+    shutil.copytree(llama, away)
     (away / FILE).unlink()
-    other, own = failed(path, folder=[path, away])
+    other, own = failed(llama, folder=[llama, away])
     assert isinstance(own, ShardNotFoundError)
     assert isinstance(other, NodeError)
     assert other.node.endswith("/1")
@@ -486,7 +481,7 @@ def test_a_rank_whose_file_is_gone_is_named(path: Path, tmp_path: Path) -> None:
 
 
 def test_what_began_ends_where_another_rank_cannot(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that fails while it loads ends the offload of all: threads, slots and weights."""
     made: list[Any] = []
@@ -494,12 +489,12 @@ def test_what_began_ends_where_another_rank_cannot(
 
     def broken(self: Any, progress: Any, clock: Any) -> Any:
         if self.plan.residency.gathers:  # the rank that has the embedding
-            raise CheckpointError(str(path), "cannot be read", expected="bytes", found="an error")
+            raise CheckpointError(str(llama), "cannot be read", expected="bytes", found="an error")
         made.append(run_(self, progress, clock))
         return made[-1]
 
     monkeypatch.setattr(Prepared, "run", broken)
-    own, other = failed(path)
+    own, other = failed(llama)
     assert isinstance(own, CheckpointError)
     assert isinstance(other, PeerFailedError)
     assert len(made) == 1
@@ -522,16 +517,16 @@ def start(*arguments: object, ranks: int = 2, folders: Sequence[Path]) -> list[f
     ]
 
 
-def test_two_processes_compute_what_one_does(path: Path, tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does(llama: Path, tmp_path: Path) -> None:
     """The example, where neither budget is enough for its share: the same logits and tokens."""
     out = tmp_path / "logits"
     asked = ("--budget", "200kB", "--count", "3", "--logits", out)
-    processes = start(*asked, folders=[path, path])
+    processes = start(*asked, folders=[llama, llama])
     said = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     tokens = [1, 2, 3, 4]
-    whole = on_meta(path)
-    streamload.load_state_dict(whole, path, device="cpu", progress=False)
+    whole = on_meta(llama)
+    streamload.load_state_dict(whole, llama, device="cpu", progress=False)
     for _ in range(3):
         with torch.no_grad():
             logits = whole(torch.tensor([tokens]))[0, -1]
@@ -543,11 +538,11 @@ def test_two_processes_compute_what_one_does(path: Path, tmp_path: Path) -> None
 
 
 def test_a_file_that_goes_between_passes_is_named_and_no_rank_hangs(
-    path: Path, tmp_path: Path
+    llama: Path, tmp_path: Path
 ) -> None:
     """The rank raises what it met; the other one's next message does not come."""
     own = tmp_path / "own"
-    shutil.copytree(path, own)
+    shutil.copytree(llama, own)
     code = (EXAMPLES / "pipeline.py").read_text()
     # the first rank's file goes after the first pass
     gone = "        tokens.append(int(token))\n"
@@ -563,7 +558,7 @@ def test_a_file_that_goes_between_passes_is_named_and_no_rank_hangs(
         port = server.getsockname()[1]
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     other = tmp_path / "other"
-    shutil.copytree(path, other)
+    shutil.copytree(llama, other)
     script, asked = [there, EXAMPLES / "pipeline.py"], ["--offload", "--budget=200kB", "--count=20"]
     processes = [
         forked.start(

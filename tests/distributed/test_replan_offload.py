@@ -23,11 +23,6 @@ from torch_module import on_meta  # noqa: E402
 LOSS_S = 1.0  # the timeout
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save(models.built("llama"), tmp_path_factory.mktemp("replan") / "model")
-
-
 def offloading(path: Path, budget: int, world: World, *, after: bool, **more: Any) -> list[Any]:
     """What two ranks get of which one is lost, while they load or ``after`` it."""
 
@@ -54,10 +49,10 @@ def offloading(path: Path, budget: int, world: World, *, after: bool, **more: An
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_the_rank_that_is_left_offloads_the_whole_model(after: bool, path: Path) -> None:
+def test_the_rank_that_is_left_offloads_the_whole_model(after: bool, llama: Path) -> None:
     """Its logits are those of the model; more streams than before, within its budget."""
-    whole = on_meta(path)
-    streamload.load_state_dict(whole, path, device="cpu", progress=False)
+    whole = on_meta(llama)
+    streamload.load_state_dict(whole, llama, device="cpu", progress=False)
     world = World(2, timeout_s=LOSS_S)
     counts = 0
 
@@ -69,7 +64,7 @@ def test_the_rank_that_is_left_offloads_the_whole_model(after: bool, path: Path)
                 world.kill(1)
 
     world.watch = watch
-    found = offloading(path, 250_000, world, after=after)[0]
+    found = offloading(llama, 250_000, world, after=after)[0]
     if isinstance(found, BaseException):
         raise found
     model, offloaded = found
@@ -81,9 +76,9 @@ def test_the_rank_that_is_left_offloads_the_whole_model(after: bool, path: Path)
         assert offloaded.plan.needed_nbytes <= 250_000
 
 
-def test_too_little_for_one_rank_is_refused_with_the_numbers(path: Path) -> None:
+def test_too_little_for_one_rank_is_refused_with_the_numbers(llama: Path) -> None:
     world = World(2, timeout_s=LOSS_S)
-    ((error, offloaded), _) = offloading(path, 700_000, world, after=True, stay="*")
+    ((error, offloaded), _) = offloading(llama, 700_000, world, after=True, stay="*")
     assert isinstance(error, PlanInfeasibleError)
     assert error.needed_nbytes > error.budget_nbytes
     offloaded.close()  # again

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 from conversions import files_of
 from remote_server import Act, Answer, Drip, Site, etag, patience, patiently, serve_raw
-from store_server import BUCKET, FOLDER, bucket, refused
+from store_server import BUCKET, FOLDER, SECRET, bucket, error_of, loaded, refused
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
@@ -41,33 +40,17 @@ needs.module("obstore")
 
 __all__ = ["bucket", "patience"]
 
-SECRET = "caNaRy5"
 SOON = Patience(0.3, 0.3, 2, 0.01, 0.01)
 F = f"{FOLDER}f"
 
 
 @pytest.fixture
-def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
+def folder(folder: Path) -> Path:
     """A small Llama in three shards, with a tokenizer and a folder of a module."""
-    folder = tmp_checkpoint(2_000_000, shards=3)
     (folder / "tokenizer.json").write_text('{"some": "words"}')
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text("{}")
     return folder
-
-
-def error_of(call: Callable[[], object]) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    assert SECRET not in "".join(traceback.format_exception(caught.value))
-    return caught.value
-
-
-def loaded(path: str | Path) -> dict[str, bytes]:
-    report = streamload.load_state_dict(
-        None, path, device="host", chunk_nbytes=2**18, progress=False
-    )
-    return {name: np.asarray(each).tobytes() for name, each in report.state_dict.items()}
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import email.utils
 import logging
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import needs
-import numpy as np
 import pytest
-from store_server import set_environment
+from store_server import error_of, loaded, set_environment
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
-from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.errors import ShardNotFoundError
 
 pytestmark = pytest.mark.slow
 
 needs.module("obstore")
 
 KEY, SECRET = "AKIAcaNaRy5", "caNaRy5secret"
-
-
-@pytest.fixture
-def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
-    return tmp_checkpoint(2_000_000, shards=3)
 
 
 @pytest.fixture
@@ -86,20 +79,6 @@ def put(server: Any, name: str, content: bytes) -> None:
 
     url = f"http://127.0.0.1:{server._api._httpd.server_port}/models/llama/{name}"
     urllib.request.urlopen(urllib.request.Request(url, content, method="PUT")).close()
-
-
-def loaded(path: Any) -> dict[str, bytes]:
-    report = streamload.load_state_dict(
-        None, path, device="host", chunk_nbytes=2**18, progress=False
-    )
-    return {name: np.asarray(each).tobytes() for name, each in report.state_dict.items()}
-
-
-def error_of(call: Callable[[], object]) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    assert "caNaRy5" not in "".join(traceback.format_exception(caught.value))
-    return caught.value
 
 
 def test_s3_is_the_same_checkpoint(

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,6 @@ from streamload.planning.plan import Plan
 needs.module("httpx2")
 
 __all__ = ["patience", "site"]
-
-
-@pytest.fixture
-def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
-    return tmp_checkpoint(2_000_000, shards=3)
 
 
 def load(path: str | Path, **arguments: Any) -> dict[str, Any]:

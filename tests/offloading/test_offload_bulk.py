@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,14 @@ torch = needs.module("torch")
 hf = needs.module("transformers")
 
 import offloading_models as models  # noqa: E402
-from bulk_stand_in import Refills, Staged  # noqa: E402
+from bulk_stand_in import Refills, Staged, staged  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from streamload.devices.torch import device as torch_devices  # noqa: E402
 from streamload.offloading.prefetch import Reaper  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Staged]]:
-    monkeypatch.setitem(torch_devices._WAYS, "cpu", Staged)
-    Staged.counts.clear()
-    Staged.reads.clear()
-    yield Staged
+__all__ = ["staged"]
+pytestmark = pytest.mark.usefixtures("staged")
 
 
 def passes(path: Path, count: int, **options: Any) -> tuple[list[dict[str, Any]], Any]:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import forked
-import offloading_models as models
 import pytest
 
 
@@ -18,17 +17,9 @@ def run(*arguments: object, code: int = 0) -> str:
     return found.stdout if not code else " ".join(found.stderr.split())
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in float32: layers of 172 kB, and an embedding and a head of 131 kB each."""
-    folder = tmp_path_factory.mktemp("command") / "model"
-    models.built("llama").save_pretrained(folder)
-    return folder
-
-
-def test_plan_takes_what_offload_takes(path: Path) -> None:
+def test_plan_takes_what_offload_takes(llama: Path) -> None:
     """What stays, what are layers, and what host memory keeps; its error names the least."""
-    asked = ("plan", path, "--budget", "600kB", "--offload", "--json")
+    asked = ("plan", llama, "--budget", "600kB", "--offload", "--json")
     plain = json.loads(run(*asked))
     assert plain["streams"] and not plain["host"]
     kept = json.loads(run(*asked, "--stay", "lm_head.*", "--host", "10MB"))
@@ -41,32 +32,32 @@ def test_plan_takes_what_offload_takes(path: Path) -> None:
     assert "s a pass for transfers, at 1GB a second" in said
     said = run(*asked[:-1], "--device", "cpu")
     assert said.count('residence="mapped" is faster') == 1
-    said = run("plan", path, "--budget", "1kB", "--offload", code=3)
+    said = run("plan", llama, "--budget", "1kB", "--offload", code=3)
     assert "with layers that stream" in said
 
 
-def test_plan_names_offload_where_that_fits(path: Path) -> None:
-    said = run("plan", path, "--budget", "600kB", "--dtype", "float32", code=3)
+def test_plan_names_offload_where_that_fits(llama: Path) -> None:
+    said = run("plan", llama, "--budget", "600kB", "--dtype", "float32", code=3)
     assert "streamload.offload in Python, which plan shows with --offload (" in said
     assert "streamload.plan_offload" not in said
-    said = run("plan", path, "--budget", "1kB", "--dtype", "float32", code=3)
+    said = run("plan", llama, "--budget", "1kB", "--dtype", "float32", code=3)
     assert "--offload" not in said
-    said = run("plan", path, "--budget", "9MB", "--stay", "lm_head.*", "--host", "1MB", code=2)
+    said = run("plan", llama, "--budget", "9MB", "--stay", "lm_head.*", "--host", "1MB", code=2)
     assert "only with --offload" in said
 
 
 @pytest.mark.slow
-def test_bench_measures_passes_with_what_offload_takes(path: Path, tmp_path: Path) -> None:
+def test_bench_measures_passes_with_what_offload_takes(llama: Path, tmp_path: Path) -> None:
     """Seconds a pass by budget, and what a pass reads where the head stays."""
     written = tmp_path / "figures.json"
     asked = ("--tokens", "4", "--runs", "2", "--no-progress", "--json", written)
     budgets = ("--device", "cpu", "--budget", "9MB,20MB")
-    run("bench", path, "--offload", *budgets, *asked)
+    run("bench", llama, "--offload", *budgets, *asked)
     plain = json.loads(written.read_text())["points"]
     assert [bool(point["pass_nbytes"]) for point in plain] == [True, False]
-    run("bench", path, "--offload", *budgets, *asked, "--stay", "*", "--host", "1MB")
+    run("bench", llama, "--offload", *budgets, *asked, "--stay", "*", "--host", "1MB")
     assert "does not fit" in json.loads(written.read_text())["points"][0]["problem"]
-    said = run("bench", path, "--stay", "lm_head.*", code=2)
+    said = run("bench", llama, "--stay", "lm_head.*", code=2)
     assert "only with --offload" in said
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,19 +23,13 @@ torch = needs.module("torch")
 hf = needs.module("transformers")
 
 import offloading_models as models  # noqa: E402
-from bulk_stand_in import Bulk, Refills, Slot, Staged  # noqa: E402
+from bulk_stand_in import Bulk, Refills, Slot, Staged, staged  # noqa: E402
 
-from streamload.devices.torch import device as torch_devices  # noqa: E402
 from streamload.offloading.prefetch import Rounds  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Staged]]:
-    monkeypatch.setitem(torch_devices._WAYS, "cpu", Staged)
-    Staged.counts.clear()
-    Staged.reads.clear()
-    yield Staged
+__all__ = ["staged"]
+pytestmark = pytest.mark.usefixtures("staged")
 
 
 class Queued:

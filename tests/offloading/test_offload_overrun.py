@@ -19,13 +19,6 @@ from streamload.transformers import from_pretrained
 IDS = models.IDS  # two sequences of 9 tokens
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("overrun")
-    models.built("llama").save_pretrained(folder)
-    return folder
-
-
 def _offloaded(path: Path, budget: str = "9.1MB", **given: Any) -> Any:
     return from_pretrained(
         path, device="cpu", dtype="float32", budget=budget, offload=True, **given
@@ -41,9 +34,9 @@ def _generated(model: Any, ids: torch.Tensor = IDS, new: int = 4, **given: Any) 
 
 
 @pytest.mark.parametrize("budget", ["9.1MB", "60MB"])
-def test_a_cache_beyond_tokens_is_warned_of_once_and_reported(path: Path, budget: str) -> None:
+def test_a_cache_beyond_tokens_is_warned_of_once_and_reported(llama: Path, budget: str) -> None:
     """Whether layers stream or all of the model stays; the prompt itself had room."""
-    model = _offloaded(path, budget, tokens=18)
+    model = _offloaded(llama, budget, tokens=18)
     offloaded = model.streamload_offload
     assert bool(offloaded.plan.residency.streams) == (budget == "9.1MB")
     with torch.no_grad():
@@ -59,9 +52,9 @@ def test_a_cache_beyond_tokens_is_warned_of_once_and_reported(path: Path, budget
     assert "beyond the budget: a KV cache of 24 tokens" in str(offloaded.report)
 
 
-def test_a_pass_beyond_tokens_raises_before_it_computes(path: Path) -> None:
+def test_a_pass_beyond_tokens_raises_before_it_computes(llama: Path) -> None:
     """Under ``on_overrun="error"``; what has room runs before and after."""
-    model = _offloaded(path, tokens=8, on_overrun="error")
+    model = _offloaded(llama, tokens=8, on_overrun="error")
     offloaded = model.streamload_offload
     with torch.no_grad():
         expected = model(IDS[:, :4]).logits
@@ -74,23 +67,23 @@ def test_a_pass_beyond_tokens_raises_before_it_computes(path: Path) -> None:
     assert not offloaded.report.overrun  # none was run
 
 
-def test_what_has_room_is_not_warned_of(path: Path) -> None:
+def test_what_has_room_is_not_warned_of(llama: Path) -> None:
     """The last token that fits, a context of its own, and calls without a cache."""
-    assert not _generated(_offloaded(path, tokens=24))
-    assert _generated(_offloaded(path, tokens=23))
-    assert not _generated(_offloaded(path, tokens=18, context=12, batch=2))
-    assert _generated(_offloaded(path, tokens=18, context=11, batch=2))
-    assert _generated(_offloaded(path, tokens=18, context=12))  # of one sequence
-    model = _offloaded(path, tokens=18)
+    assert not _generated(_offloaded(llama, tokens=24))
+    assert _generated(_offloaded(llama, tokens=23))
+    assert not _generated(_offloaded(llama, tokens=18, context=12, batch=2))
+    assert _generated(_offloaded(llama, tokens=18, context=11, batch=2))
+    assert _generated(_offloaded(llama, tokens=18, context=12))  # of one sequence
+    model = _offloaded(llama, tokens=18)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error", RuntimeWarning)
         model(IDS, use_cache=False)
         model(inputs_embeds=model.get_input_embeddings()(IDS), use_cache=False)
-    assert not _generated(_offloaded(path))  # nothing says for how many there is room
+    assert not _generated(_offloaded(llama))  # nothing says for how many there is room
 
 
-def test_a_cache_of_a_fixed_size_counts_with_what_it_allocates(path: Path) -> None:
-    model = _offloaded(path, tokens=30)
+def test_a_cache_of_a_fixed_size_counts_with_what_it_allocates(llama: Path) -> None:
+    model = _offloaded(llama, tokens=30)
     assert not _generated(model, new=2)
     said = _generated(model, new=2, cache_implementation="static", max_length=None)
     assert not said
@@ -142,9 +135,9 @@ def test_a_module_of_an_own_is_counted_by_its_first_argument(tmp_path: Path) -> 
     assert tokens_of({}, is_ids) == (0, 0)
 
 
-def test_an_on_overrun_that_is_invalid_is_refused(path: Path, tmp_path: Path) -> None:
+def test_an_on_overrun_that_is_invalid_is_refused(llama: Path, tmp_path: Path) -> None:
     """Before anything is read; and without ``offload`` the option says nothing."""
     with pytest.raises(ValueError, match="on_overrun is one of warn, error, not 'raise'"):
         streamload.offload(nn.Linear(2, 2), tmp_path, on_overrun="raise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_overrun says how a model is offloaded"):
-        from_pretrained(path, device="cpu", on_overrun="error")
+        from_pretrained(llama, device="cpu", on_overrun="error")

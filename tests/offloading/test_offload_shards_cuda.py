@@ -58,11 +58,6 @@ def drive():
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
-
-
 def _bf16(name: str) -> Callable[[Path], Path]:
     def write(path: Path) -> Path:
         model = models.built(name, 4).bfloat16()
@@ -123,7 +118,7 @@ def test_models_of_several_files(
     options: str,
     share: float | None,
     shards: Sequence[int],
-    folder: Path,
+    driver: Path,
     tmp_path: Path,
 ) -> None:
     """Loaded whole and offloaded, in passes and after a pause, they are right; all is freed.
@@ -132,7 +127,7 @@ def test_models_of_several_files(
     """
     collect = "gc.collect()" if write is _nf4 else ""  # bitsandbytes' weights refer to modules
     cuda_stand_in.run(
-        folder,
+        driver,
         PRELUDE
         + f"""
 options = dict({options})
@@ -171,11 +166,11 @@ if {share} is not None:  # it is open at exit
 
 @pytest.mark.parametrize(("options", "step"), [("", 9), ("dtype='float32'", 9), _slow("", 1)])
 def test_after_an_error_memory_is_free(
-    options: str, step: int, folder: Path, tmp_path: Path
+    options: str, step: int, driver: Path, tmp_path: Path
 ) -> None:
     """Of a load, and of a pass; no copy is waited for by what was closed, and the next is right."""
     cuda_stand_in.run(
-        folder,
+        driver,
         PRELUDE
         + f"""
 from streamload.errors import DeviceError
@@ -216,9 +211,9 @@ assert failed
 
 
 @pytest.mark.parametrize("shards", [[3], _slow([1, 2, 4, 5])])
-def test_loops_over_several_files(shards: Sequence[int], folder: Path, tmp_path: Path) -> None:
+def test_loops_over_several_files(shards: Sequence[int], driver: Path, tmp_path: Path) -> None:
     cuda_stand_in.run(
-        folder,
+        driver,
         PRELUDE
         + """
 expected = load_file(whole / "model.safetensors")

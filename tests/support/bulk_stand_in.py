@@ -6,12 +6,13 @@ import ctypes
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 from streamload.core.dtypes import DType
@@ -192,3 +193,11 @@ def _stream(context: cuda.Context) -> int:
     with context.current():
         context.call("cuStreamCreate", ctypes.byref(stream), 1)
     return stream.value or 0
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Staged]]:
+    monkeypatch.setitem(torch_devices._WAYS, "cpu", Staged)
+    Staged.counts.clear()
+    Staged.reads.clear()
+    yield Staged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ except (OSError, DeviceError) as error:  # CI has none: what needs no GPU is in 
     pytest.skip(f"no CUDA device here: {error}", allow_module_level=True)
 
 FILL = 0xA5
+
+MEMORY_NBYTES = 640 * 2**20  # the longest samples, and more chunks than any cache holds
 
 BUSY_NBYTES = 128 * 2**20  # at the end of it, to keep the device busy with
 
@@ -87,3 +89,11 @@ class Gpu:
 
     def close(self) -> None:
         self.call("cuMemFree_v2", self.address)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    with CONTEXT.current():
+        gpu = Gpu(MEMORY_NBYTES)
+        yield gpu
+        gpu.close()

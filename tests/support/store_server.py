@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
+import numpy as np
 import pytest
 from remote_server import Answer, Handler, Site, serve
 
+import streamload
+from streamload.errors import CheckpointError
+
 BUCKET = "/models"
 FOLDER = "/models/llama/"
+SECRET = "caNaRy5"
 
 #: Environment variables of the three kinds of stores, without credentials.
 _ENVIRONMENT = {
@@ -58,8 +65,22 @@ class Listing:
 
 def refused(status: int, code: str) -> Answer:
     """Refuse a request as S3 does, with a key and a signature in the body."""
-    body = f"<Error><Code>{code}</Code><AWSAccessKeyId>caNaRy5</AWSAccessKeyId></Error>"
+    body = f"<Error><Code>{code}</Code><AWSAccessKeyId>{SECRET}</AWSAccessKeyId></Error>"
     return Answer(status, ranges=False, body=body.encode())
+
+
+def error_of(call: Callable[[], object]) -> CheckpointError:
+    """The error of a call, which shows no secret in any part of its traceback."""
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    return caught.value
+
+
+def loaded(path: str | Path) -> dict[str, bytes]:
+    options: dict[str, Any] = {"chunk_nbytes": 2**18, "progress": False}
+    report = streamload.load_state_dict(None, path, device="host", **options)
+    return {name: np.asarray(each).tobytes() for name, each in report.state_dict.items()}
 
 
 @pytest.fixture
