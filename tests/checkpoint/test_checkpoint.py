@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import use_hub
-from safetensors_files import header_bytes, write_safetensors
+from safetensors_files import write_safetensors, write_sparse
 
 from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
 from streamload.codecs.weights import scale_of
@@ -577,17 +577,8 @@ def test_float8_in_a_quantized_checkpoint(
 def test_large_checkpoint_opens_without_its_data(tmp_path: Path) -> None:
     """100,000 tensors in a sparse file of a terabyte: only the header is read."""
     count, nbytes = 100_000, 10_000_000
-    header = {
-        f"model.layers.{i}.weight": {
-            "dtype": "U8",
-            "shape": [nbytes],
-            "data_offsets": [i * nbytes, (i + 1) * nbytes],
-        }
-        for i in range(count)
-    }
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(header_bytes(header))
-    os.truncate(path, path.stat().st_size + count * nbytes)
+    tensors = {f"model.layers.{i}.weight": ("U8", [nbytes]) for i in range(count)}
+    path = write_sparse(tmp_path / "model.safetensors", tensors)
     checkpoint = open_checkpoint(path)
     assert len(checkpoint.tensors) == count
     assert checkpoint.nbytes == count * nbytes

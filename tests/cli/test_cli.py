@@ -18,7 +18,8 @@ from typing import Any
 import forked
 import needs
 import pytest
-from safetensors_files import header_bytes, write_safetensors
+from make_checkpoint import PRESETS
+from safetensors_files import write_safetensors, write_sparse
 
 import streamload
 
@@ -372,26 +373,8 @@ def test_what_would_fit_is_said_in_flags(
 
 def test_llama_3_8b_over_nodes(tmp_path: Path) -> None:
     """14 nodes of 3 GB hold it with at most 1.31 GB each, 6 hold it, 5 do not: exit code 3."""
-    shapes = {"model.embed_tokens.weight": [128256, 4096], "lm_head.weight": [128256, 4096]}
-    for i in range(32):
-        for name, rows, columns in (
-            ("self_attn.q_proj", 4096, 4096),
-            ("self_attn.k_proj", 1024, 4096),
-            ("self_attn.v_proj", 1024, 4096),
-            ("self_attn.o_proj", 4096, 4096),
-            ("mlp.gate_proj", 14336, 4096),
-            ("mlp.up_proj", 14336, 4096),
-            ("mlp.down_proj", 4096, 14336),
-        ):
-            shapes[f"model.layers.{i}.{name}.weight"] = [rows, columns]
-    header, at = {}, 0
-    for name, (rows, columns) in shapes.items():
-        stop = at + rows * columns * 2
-        header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [at, stop]}
-        at = stop
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(header_bytes(header))
-    os.truncate(path, path.stat().st_size + at)
+    shapes = PRESETS["llama-3-8b"].tensors()
+    path = write_sparse(tmp_path / "model.safetensors", {n: ("BF16", s) for n, s in shapes.items()})
     common = ("plan", path, "--budget", "3GB", "--dtype", "float16", "--nodes")
     plan = streamload.Plan.from_json(run(*common, 14, "--json")[0])
     assert max(d.resident_nbytes for d in plan.devices) <= 1_310_000_000
@@ -466,11 +449,7 @@ def rest_of(terminal: int) -> bytes:
 
 def test_ctrl_c(tmp_path: Path) -> None:
     """In the middle of a load: the bar goes, one line says so, and the exit code is 130."""
-    path = tmp_path / "big.safetensors"
-    nbytes = 400 * 10**6
-    raw = header_bytes({"w": {"dtype": "F32", "shape": [10**8], "data_offsets": [0, nbytes]}})
-    path.write_bytes(raw)
-    os.truncate(path, len(raw) + nbytes)
+    path = write_sparse(tmp_path / "big.safetensors", {"w": ("F32", [10**8])})
     arguments = ["load", str(path), "--device", "host", "--dtype", "float16", "--cast", "numpy"]
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

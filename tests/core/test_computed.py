@@ -8,9 +8,9 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from load_helpers import load
 from safetensors_files import write_safetensors
 
-import streamload
 from streamload.core.computed import is_computed
 from streamload.errors import StateDictMismatchError
 
@@ -43,10 +43,6 @@ def save(path: Path, **arrays: Any) -> Path:
     raw = {n.replace("__", "."): np.asarray(a, np.float32) for n, a in arrays.items()}
     tensors = {n: ("F32", a.shape, a.tobytes()) for n, a in raw.items()}
     return write_safetensors(path / "m.safetensors", tensors)
-
-
-def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
-    return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])

@@ -18,8 +18,8 @@ import forked
 import needs
 import numpy as np
 import pytest
+from load_helpers import load
 
-import streamload
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.core.dtypes import BF16, BY_NAME, F16, F32
 from streamload.devices import names
@@ -47,10 +47,6 @@ def save(folder: Path, tensors: Mapping[str, Any]) -> Path:
         {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path
     )
     return path
-
-
-def load(model: Any, path: Path, **arguments: Any) -> Any:
-    return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
 def parameter(model: Any, name: str) -> TorchParameter:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
-import runpy
 import shutil
 import socket
 import sys
@@ -19,7 +17,8 @@ from typing import Any
 import forked
 import needs
 import pytest
-from safetensors_files import header_bytes
+from make_checkpoint import PRESETS, make_checkpoint
+from safetensors_files import write_sparse
 from thread_group import ThreadGroup, World, run
 
 import streamload
@@ -42,12 +41,10 @@ needs.module("transformers")
 import offloading_models as models  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
-sys.path.append(str(EXAMPLES))
 import pipeline  # noqa: E402
 from torch_module import on_meta  # noqa: E402
 
-SHAPES = runpy.run_path(str(EXAMPLES.parent / "make_checkpoint.py"))
-LLAMA_3_8B = SHAPES["PRESETS"]["llama-3-8b"]
+LLAMA_3_8B = PRESETS["llama-3-8b"]
 FILE = "model.safetensors"
 
 
@@ -56,17 +53,7 @@ FILE = "model.safetensors"
 
 def hollow(folder: Path, shape: Any) -> Path:
     """A checkpoint of any size in bfloat16 whose data are a hole."""
-    folder.mkdir(exist_ok=True)
-    header: dict[str, object] = {}
-    at = 0
-    for name, dims in shape.tensors().items():
-        stop = at + 2 * math.prod(dims)
-        header[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [at, stop]}
-        at = stop
-    raw = header_bytes(header)
-    with open(folder / FILE, "wb") as file:
-        file.write(raw)
-        file.truncate(len(raw) + at)
+    write_sparse(folder / FILE, {name: ("BF16", dims) for name, dims in shape.tensors().items()})
     (folder / "config.json").write_text(json.dumps(shape.config(BF16)))
     return folder
 
@@ -301,7 +288,7 @@ def test_14_ranks_run_what_loads_on_16(tmp_path: Path) -> None:
     """At a small scale: 44 layers, of which a rank has room for three."""
     shape = replace(LLAMA_3_8B, vocab=512, dim=64, ff=160, layers=44, heads=4, kv_heads=2)
     path, budget = tmp_path / "model", 530_000
-    SHAPES["make_checkpoint"](path, shape, dtype="float32")
+    make_checkpoint(path, shape, dtype="float32")
     with pytest.raises(PlanInfeasibleError, match="16 devices or nodes"):
         streamload.split(path, nodes=boards(15, str(budget)))
     assert streamload.split(path, nodes=boards(16, str(budget)))

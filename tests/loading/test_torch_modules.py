@@ -18,6 +18,7 @@ import needs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from load_helpers import load
 from parameters import few
 
 import streamload
@@ -36,10 +37,6 @@ nn = torch.nn
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch_staged_helpers import same_bits  # noqa: E402
-
-
-def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
-    return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
 def randomize(model: Any, seed: int) -> Any:

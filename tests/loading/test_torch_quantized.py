@@ -10,11 +10,11 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from load_helpers import load
 from quant_bounds import elements_of
 from quant_kernels_helpers import columns_of
 
 import streamload
-from streamload import LoadReport
 from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import F32
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
@@ -76,10 +76,6 @@ def saved(tmp_path: Path) -> tuple[Any, Path]:
     state = {name: t.clone() for name, t in model.state_dict().items() if name != "head.weight"}
     st.save_file(state, path)
     return model, path
-
-
-def load(model: Any, path: Path, **options: Any) -> LoadReport:
-    return streamload.load_state_dict(model, path, **{"progress": False, **options})
 
 
 def error(found: Any, expected: Any) -> float:

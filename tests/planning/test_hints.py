@@ -10,6 +10,7 @@ from typing import Any
 
 import needs
 import pytest
+from load_helpers import load
 
 import streamload
 from streamload.errors import StateDictMismatchError, Suggestion
@@ -50,10 +51,6 @@ def save(folder: Path, tensors: dict[str, Any], config: Any = None) -> Path:
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config.to_dict()))
     return folder
-
-
-def load(model: Any, path: Path, **arguments: Any) -> Any:
-    return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
 def suggested(model: Any, path: Path, **arguments: Any) -> tuple[Suggestion, ...]:

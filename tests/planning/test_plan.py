@@ -7,7 +7,6 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_checkpoint import PRESETS
 from parameters import few
 from plan_helpers import checkpoint_of, device_spec, plan_of, wants_of
-from safetensors_files import header_bytes, write_safetensors
+from safetensors_files import write_safetensors, write_sparse
 
 import streamload
 from streamload.checkpoint.open import Checkpoint
@@ -32,38 +32,9 @@ MIB = 2**20
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def sparse(path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Path:
-    """A valid file of any size whose data are a hole."""
-    header: dict[str, object] = {}
-    at = 0
-    for name, (code, shape) in tensors.items():
-        stop = at + BY_CODE[code].nbytes(math.prod(shape))
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, stop]}
-        at = stop
-    raw = header_bytes(header)
-    with open(path, "wb") as file:
-        file.write(raw)
-        file.truncate(len(raw) + at)
-    return path
-
-
-def llama_3_8b() -> dict[str, tuple[str, list[int]]]:
-    shapes: dict[str, list[int]] = {EMBED: [128256, 4096]}
-    for layer in range(32):
-        at = f"model.layers.{layer}"
-        shapes |= {
-            f"{at}.self_attn.q_proj.weight": [4096, 4096],
-            f"{at}.self_attn.k_proj.weight": [1024, 4096],
-            f"{at}.self_attn.v_proj.weight": [1024, 4096],
-            f"{at}.self_attn.o_proj.weight": [4096, 4096],
-            f"{at}.mlp.gate_proj.weight": [14336, 4096],
-            f"{at}.mlp.up_proj.weight": [14336, 4096],
-            f"{at}.mlp.down_proj.weight": [4096, 14336],
-            f"{at}.input_layernorm.weight": [4096],
-            f"{at}.post_attention_layernorm.weight": [4096],
-        }
-    shapes |= {"model.norm.weight": [4096], HEAD: [128256, 4096]}
-    return {name: ("BF16", shape) for name, shape in shapes.items()}
+def sparse_llama(path: Path) -> Path:
+    """Llama-3-8B in bfloat16, whose data are a hole."""
+    return write_sparse(path, {n: ("BF16", s) for n, s in PRESETS["llama-3-8b"].tensors().items()})
 
 
 # --- the plan as data -----------------------------------------------------------------------------
@@ -165,8 +136,7 @@ def test_the_same_input_gives_the_same_plan(tmp_path: Path) -> None:
     """Twice from one file, and from a copy of it elsewhere: one digest, whatever the path."""
     digests = set()
     for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        path = sparse(tmp_path / folder / "model.safetensors", llama_3_8b())
+        path = sparse_llama(tmp_path / folder / "model.safetensors")
         for _ in range(2):
             plan = streamload.plan(path, budget="20GB", dtype="float16", reader="mmap", threads=2)
             digests.add(plan.digest)
@@ -184,7 +154,7 @@ def test_planning_touches_no_data_and_no_file(tmp_path: Path) -> None:
 
 
 def test_stated_budget_and_dtype_probe_nothing(tmp_path: Path) -> None:
-    path = sparse(tmp_path / "model.safetensors", llama_3_8b())
+    path = sparse_llama(tmp_path / "model.safetensors")
     code = (
         "import sys, streamload\n"
         "a = streamload.plan(sys.argv[1], budget='20GB', dtype='float16')\n"
@@ -721,7 +691,7 @@ def test_bad_numbers_are_refused() -> None:
 
 def test_llama_3_8b_over_14_nodes(tmp_path: Path) -> None:
     """In bf16 the fullest of 14 nodes of 3 GB holds at most 1.31 GB; 6 are enough, 5 are not."""
-    path = sparse(tmp_path / "model.safetensors", llama_3_8b())
+    path = sparse_llama(tmp_path / "model.safetensors")
 
     def split(count: int) -> Plan:
         nodes = [streamload.Node(f"n{i}", "3GB") for i in range(count)]

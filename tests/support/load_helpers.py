@@ -1,4 +1,4 @@
-"""Helpers that `test_load` shares with other tests."""
+"""Files of arrays, and quiet loads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors_files import write_safetensors
 
+import streamload
 from streamload.core.dtypes import BY_CODE
 
 Array = np.ndarray[Any, Any]
@@ -25,6 +26,10 @@ def write(
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def load(model: Any, path: Path, **options: Any) -> streamload.LoadReport:
+    return streamload.load_state_dict(model, path, **{"progress": False, **options})
 
 
 def raw(value: Any) -> bytes:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from streamload.core.dtypes import BY_CODE
 
 
 def header_bytes(header: object, *, pad_nbytes: int = 0) -> bytes:
@@ -40,4 +43,20 @@ def write_safetensors(
         file.write(header_bytes(header, pad_nbytes=pad_nbytes))
         for _, _, data in tensors.values():
             file.write(data)
+    return path
+
+
+def write_sparse(path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Path:
+    """Write a valid file of any size whose data are a hole, of names to (dtype code, shape)."""
+    header: dict[str, object] = {}
+    at = 0
+    for name, (code, shape) in tensors.items():
+        stop = at + BY_CODE[code].nbytes(math.prod(shape))
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    raw = header_bytes(header)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(raw)
+        file.truncate(len(raw) + at)
     return path

@@ -22,7 +22,7 @@ from cast_reference_helpers import pair_id, samples
 from conversions import quiet
 from gguf_models import write_model
 from remote_server import serve
-from safetensors_files import header_bytes, write_safetensors
+from safetensors_files import write_safetensors, write_sparse
 
 import streamload
 from streamload import diff, open_checkpoint, verify_checkpoint
@@ -809,10 +809,7 @@ def test_what_cannot_be_done(
 def test_ctrl_c(tmp_path: Path) -> None:
     """In the middle of a file: one line, and exit code 130."""
     nbytes = 2**40  # of nothing: it takes minutes to read
-    file = tmp_path / "model.safetensors"
-    raw = header_bytes({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}})
-    file.write_bytes(raw)
-    os.truncate(file, len(raw) + nbytes)
+    file = write_sparse(tmp_path / "model.safetensors", {"w": ("U8", [nbytes])})
     written = Digests({"w": Digest("w", BY_CODE["U8"], (nbytes,), nbytes, "0" * 32)})
     (tmp_path / SIDECAR).write_text(written.to_json())
     process = subprocess.Popen(
