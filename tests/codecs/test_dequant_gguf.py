@@ -15,10 +15,9 @@ from needs import module
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.cast_table import ZERO, CastCounts
 from streamload.codecs.decode import decoder_of, scales_nbytes, there_nbytes
-from streamload.codecs.decode_blocks import Blocks
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array
-from streamload.codecs.scheme import Decoder, layout_of
+from streamload.codecs.scheme import Decoder
 from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import BF16, F16, F32, PACKED, DType
 from streamload.core.tensors import TensorInfo
@@ -26,12 +25,6 @@ from streamload.core.tensors import TensorInfo
 gguf = module("gguf")
 
 KINDS = tuple(kind for kind, dtype in PACKED.items() if dtype.block > 1 and kind[:3] != "mlx")
-
-
-def _layout(kind: str) -> Blocks:
-    found = layout_of(kind)
-    assert isinstance(found, Blocks)
-    return found
 
 
 def _decoder(kind: str, dst: DType, engine: Engine, out_of_range: str = "inf") -> Decoder:

@@ -36,12 +36,6 @@ def differing(one: Any, other: Any) -> int:
     return int(apart.count_nonzero())
 
 
-def of_numpy(array: Any) -> Any:
-    if array.dtype.name.startswith("float8"):
-        return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
-    return torch.from_numpy(array)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_fp8_blocks(tmp_path: Path, dtype: str) -> None:
     """Equal to transformers' but for what that rounds twice; equal in float32."""

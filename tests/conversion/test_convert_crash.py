@@ -39,21 +39,13 @@ from streamload.errors import CheckpointError
 __all__ = ["source", "start", "whole"]
 
 
+@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_points(
-    start: Start, source: Path, whole: dict[str, bytes], tmp_path: Path
+    start: Start, source: Path, whole: dict[str, bytes], tmp_path: Path, kills: int
 ) -> None:
     """SIGKILL at some points, of the run and of resumptions: the same bytes, nothing read again."""
-    chance, longest_s = random.Random(5), duration(start, source, tmp_path / "first")
-    for i in range(6):
-        kill_and_resume(start, source, tmp_path / f"out{i}", whole, chance, longest_s)
-
-
-@pytest.mark.slow
-def test_killed_at_many_random_points(
-    start: Start, source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    chance, longest_s = random.Random(50), duration(start, source, tmp_path / "first")
-    for i in range(50):
+    chance, longest_s = random.Random(kills), duration(start, source, tmp_path / "first")
+    for i in range(kills):
         kill_and_resume(start, source, tmp_path / f"out{i}", whole, chance, longest_s)
 
 

@@ -203,12 +203,6 @@ def test_a_source_that_the_destination_would_take_away_is_refused(
     assert (out / "model-00002-of-00002.safetensors").exists()
 
 
-@pytest.mark.parametrize("url", ["http://localhost/x", "https:/localhost/x"])
-def test_a_url_is_no_destination(source: Path, url: str) -> None:
-    with pytest.raises(ValueError, match="written to a folder"):
-        _convert(source, url)  # type: ignore[arg-type]
-
-
 def test_what_may_not_be_written_is_copied_once_more(source: Path, tmp_path: Path) -> None:
     """A file of the source that is read-only is copied so, and a resumption makes it anew."""
     config = source / "config.json"

@@ -109,10 +109,6 @@ def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]], **of: Any) -> Calla
     return change
 
 
-class _Other:
-    """A class that no metadata name."""
-
-
 #: By name: the change, and what the error says.
 CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "overlapping chunks": (_chunks(((0, 0), (2, 4)), ((1, 0), (2, 4))), "overlap"),

@@ -172,7 +172,6 @@ def _folders(made: zipfile.ZipFile) -> None:
 
 
 _SIZE = _END_AT - _DIRECTORY
-_WIDE = struct.pack("<2H", 1, 8) + b"\xff" * 8
 
 #: By name: the archive, and what the error says.
 ARCHIVES: Mapping[str, tuple[bytes, str]] = {

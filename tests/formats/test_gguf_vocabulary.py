@@ -342,10 +342,6 @@ def test_notes_where_llama_cpp_differs() -> None:
     assert "special token" in note
 
 
-def _without(metadata: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {k: v for k, v in metadata.items() if k.removeprefix("tokenizer.ggml.") not in keys}
-
-
 _GPT2: dict[str, Any] = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "qwen2",

@@ -994,15 +994,6 @@ def all_pairs(seed: int) -> list[Case]:
     return cases
 
 
-class Fault(NamedTuple):
-    """What is known to be wrong: the cases, a line that shows it, and why."""
-
-    when: Callable[[Case], bool]
-    line: str
-    why: str
-
-
-KNOWN: tuple[Fault, ...] = ()
 _SEED = 51
 _PARTS = 16
 
@@ -1043,9 +1034,6 @@ def tried(root: Path, tmp_path: Path) -> Callable[[Case], str]:
 def check_all(cases: list[Case], tried: Callable[[Case], str]) -> None:
     faults, counts = [], collections.Counter[str]()
     for case in cases:
-        if any(fault.when(case) for fault in KNOWN):
-            counts["known"] += 1
-            continue
         result = tried(case)
         counts[result if result in ("right", "refused") else "wrong"] += 1
         if result not in ("right", "refused"):
@@ -1069,10 +1057,3 @@ def test_a_tenth_of_the_pairs(part: int, tried: Callable[[Case], str]) -> None:
 @pytest.mark.parametrize("part", range(_PARTS), ids=lambda part: f"whole-{part}")
 def test_all_pairs(part: int, tried: Callable[[Case], str]) -> None:
     check_all(whole()[part::_PARTS], tried)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", KNOWN, ids=lambda fault: fault.line)
-def test_known_faults(fault: Fault, tried: Callable[[Case], str]) -> None:
-    """They are there: who mends one takes its row out."""
-    assert tried(case_of(fault.line)) not in ("right", "refused"), f"mended: {fault.why}"

@@ -46,8 +46,6 @@ from streamload.transformers.rest import device_of  # noqa: E402
 
 __all__ = ["quiet"]
 
-EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "transformers_model.py"
-
 
 #: Rotary embeddings, as config.json has them.
 ROPES: dict[str, dict[str, Any]] = {
@@ -979,17 +977,3 @@ def test_several_devices_need_accelerate(tmp_path: Path) -> None:
     )
     done = forked.run([sys.executable, "-c", code, folder], forked.TORCH)
     assert "pip install accelerate" in done.stdout, done.stderr
-
-
-def test_the_example_generates(tmp_path: Path) -> None:
-    """The example prints the report and the tokens that transformers' own loading generates."""
-    folder = saved(tmp_path, "llama")
-    arguments = ["--budget", "1MB", "--device", "cpu", "--count", "6", "--tokens", "5", "17", "3"]
-    done = forked.run([sys.executable, EXAMPLE, folder, *arguments], forked.TORCH)
-    assert done.returncode == 0, done.stderr
-    ids = torch.tensor([[5, 17, 3]])
-    expected = reference(folder, "llama").generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6
-    )
-    assert "budget 1000 kB" in done.stdout  # 1 MB, less 128 bytes of rotary frequencies
-    assert done.stdout.splitlines()[-1] == "tokens: " + " ".join(map(str, expected[0].tolist()))
