@@ -42,10 +42,7 @@ def cast_there(
     grid: int | None = None,
     tally: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[Bits, tuple[int, ...]]:
-    """What a kernel makes of elements, and the tally after it; nothing else may be written.
-
-    As in test_devices_ptx.py, on the device.
-    """
+    """What a kernel makes of elements, and the tally after it; nothing else may be written."""
     start = 256 + shifts[0] * src.itemsize
     out = -(-(start + x.nbytes + 1) // 256) * 256 + shifts[1] * dst.itemsize
     out = start if in_place else out
@@ -230,10 +227,7 @@ TIMED: Sequence[tuple[DType, DType, bool, tuple[int, int]]] = (
 def test_a_chunk_takes_microseconds(
     gpu: Gpu, case: tuple[DType, DType, bool, tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Says how long the kernel of a chunk takes, between launches and alone; the bits are right.
-
-    The source has the values of weights: most of float16's small ones are rounded, few vanish.
-    """
+    """Says how long the kernel of a chunk takes, between launches and alone; the bits are right."""
     src, dst, in_place, shifts = case
     numel = CHUNK_NBYTES // src.itemsize
     values = np.random.default_rng(3).normal(0, 0.02, numel).astype(np.float32)

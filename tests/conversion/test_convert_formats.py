@@ -168,10 +168,7 @@ def in_a_box(cgroup: Boxes, folder: Path, name: str, nbytes: int, limit_nbytes: 
 @pytest.mark.slow
 @SEVERAL
 def test_memory_and_speed(large: Path, name: str) -> None:
-    """2.27 GB: at most 100 MB over what 1 MB takes, and the speed that it must have.
-
-    Of blocks that are decoded, the speed is that of the elements.
-    """
+    """2.27 GB: at most 100 MB over what 1 MB takes, and the speed that it must have."""
     peaks = []
     for nbytes in (1_000_000, 2_270_000_000):
         WRITTEN[name].make(large / f"{nbytes}", nbytes)

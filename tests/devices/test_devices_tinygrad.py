@@ -185,10 +185,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 def test_memory_that_something_else_holds_is_counted_twice_or_refused(
     tmp_path: Path, device: str, holder: str
 ) -> None:
-    """Memory that cannot go is counted beside the new; without room the load refuses, saying so.
-
-    The parameter is then what it was.
-    """
+    """Memory that cannot go is counted beside the new; without room the load refuses, saying so."""
     values = {"w": floats(1, 1 << 14)}
     path = save(tmp_path, values, "F16")
     model = {"w": full(3, 1 << 14, device=device)}

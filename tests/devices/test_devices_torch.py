@@ -623,10 +623,7 @@ def test_a_cycle_of_garbage_does_not_hold_memory() -> None:
 
 
 def test_a_graph_over_a_leaf_notices_that_it_was_replaced(tmp_path: Path) -> None:
-    """backward() through a graph that saved the parameter itself raises: its values are new.
-
-    So where they are written in place, and where the parameter gets new memory of its dtype.
-    """
+    """backward() through a graph that saved the parameter itself raises: its values are new."""
     for transposed in (False, True):
         weight = nn.Parameter(numbers(4, 4).t() if transposed else numbers(4, 4))
         model = {"weight": weight}

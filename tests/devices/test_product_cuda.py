@@ -1,7 +1,4 @@
-"""`devices.torch.product` on a CUDA device: every form, against float64.
-
-Skipped on machines without a CUDA device.
-"""
+"""`devices.torch.product` on a CUDA device: every form, against float64."""
 
 from __future__ import annotations
 

@@ -411,10 +411,7 @@ def test_bf16_stays_or_becomes_what_was_asked(large: Path) -> None:
 
 
 def test_what_is_queued_is_not_disturbed(tmp_path: Path) -> None:
-    """Kernels that were queued before a load read what was there before it.
-
-    In memory that is written in place, and in memory that was freed and is taken again.
-    """
+    """Kernels that were queued before a load read what was there before it."""
     from tinygrad import Tensor
 
     n = 2048
@@ -449,10 +446,7 @@ HELD: Mapping[str, tuple[str | None, str]] = {
 
 
 def test_the_device_holds_what_was_planned_and_no_more(large: Path) -> None:
-    """By the driver's count, at any moment; of new weights, to the block of 2 MiB in the end.
-
-    Kernels have been compiled before.
-    """
+    """By the driver's count, at any moment; of new weights, to the block of 2 MiB in the end."""
     from streamload.devices.tinygrad.device import FRAMEWORK
 
     for dtype in ("float16", "float32"):

@@ -41,10 +41,7 @@ def run(site: Path, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", ["tinygrad==0.13.0", "tinygrad==0.14.0", "tinygrad"])
 def test_models_are_filled_with_every_version(wanted: str, tmp_path: Path) -> None:
-    """On CPU and CL: in place, replaced, tied, views, graphs, and what a failed load leaves.
-
-    The fast suite runs the same tests with the version that is installed.
-    """
+    """On CPU and CL: in place, replaced, tied, views, graphs, and what a failed load leaves."""
     site = installed(wanted, tmp_path / "site")
     (found,) = distributions(name="tinygrad", path=[str(site)])
     if found.version == version("tinygrad"):

@@ -148,10 +148,7 @@ def test_replicas_by_small_chunks_and_several_threads(
 def test_replicas_larger_than_all_blocks(
     hosts: Sequence[str | None], block_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 MB of one tensor and some around it: more than the ring holds at once.
-
-    Blocks are as long as the host has room for that has the least, and all are told so.
-    """
+    """40 MB of one tensor and some around it: more than the ring holds at once."""
     held: list[int] = []
 
     class Seen(CollectiveReader):

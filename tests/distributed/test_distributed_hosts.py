@@ -136,10 +136,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_hosts_of_their_budget_load_what_none_of_them_could(
     count: int, budget: int, launcher: str, large: Path, cgroup: Boxes, tmp_path: Path
 ) -> None:
-    """OpenCL devices, bit for bit; the files are read once, and nobody is killed for memory.
-
-    Each host is a memory cgroup of the budget and of a base that does not depend on the model.
-    """
+    """OpenCL devices, bit for bit; the files are read once, and nobody is killed for memory."""
     need(launcher)
     needs.device("CL")
     small = made(tmp_path / "small", 500_000)
@@ -240,10 +237,7 @@ def test_slices_on_hosts_of_their_budget(
 
 @pytest.mark.slow
 def test_a_plan_that_says_yes_holds_weights_and_cache(cgroup: Boxes, tmp_path: Path) -> None:
-    """With the cache of its own layers beside its weights each host stays within its box.
-
-    A budget that weights alone would fit is refused.
-    """
+    """With the cache of its own layers beside its weights each host stays within its box."""
     need("mpirun")
     path = made(tmp_path / "model", 600_000_000)
     config = json.loads((path / "config.json").read_text())
@@ -296,10 +290,7 @@ def knows(said: Mapping[str, Any], node: str, after: Aftermath) -> None:
 @pytest.mark.parametrize("split", ["layers", "replicate"])
 @pytest.mark.parametrize("what", LOSSES)
 def test_a_loss_at_30_percent(what: str, split: str, tmp_path: Path) -> None:
-    """Everyone else raises PeerFailedError that names the node, within the timeout.
-
-    Where a link is down both sides are there: who is cut off misses rank 0, which keeps the store.
-    """
+    """Everyone else raises PeerFailedError that names the node, within the timeout."""
     need("env")
     needs.module("httpx2")
     act, lost = LOSSES[what]
@@ -420,10 +411,7 @@ def commanded(hosts: Cluster, launcher: str, *options: str) -> list[Program]:
 
 @pytest.mark.slow
 def test_the_command_loads_over_nodes(tmp_path: Path) -> None:
-    """Rank 0 reports for all, as a table or as JSON; the others say nothing.
-
-    A budget that is too small is one line and exit code 3 on every rank, and nothing is loaded.
-    """
+    """Rank 0 reports for all, as a table or as JSON; the others say nothing."""
     need("env")
     needs.module("httpx2")
     path = made(tmp_path / "model", 20_000_000, plant_extremes=False)

@@ -122,11 +122,7 @@ ENGINES: dict[Launcher, str] = {bare: "torch", torchrun: "torch", mpirun: "mpi"}
 def test_the_same_body_under_every_launcher(
     launcher: Launcher, size: int, loss: str, tmp_path: Path
 ) -> None:
-    """Collectives, the store and the program's own groups work; the loss of a rank is an error.
-
-    The body is nodes_body.py: every rank that is not lost holds all of it, and gets
-    PeerFailedError within the timeout where one is lost.
-    """
+    """Collectives, the store and the program's own groups work; the loss of a rank is an error."""
     codes, said = launcher(size, BODY, str(tmp_path), loss)
     found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
     lost = {"none": None, "stopped": 0}.get(loss, size - 1)

@@ -73,11 +73,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("address", ["first", "10.77.0.1"])
 def test_a_host_name_that_is_loopback(hosts: tuple[str, str], address: str, tmp_path: Path) -> None:
-    """Ranks meet where host names resolve to 127.0.1.1, that of MASTER_ADDR on its host too.
-
-    When the wire between them goes down, the store and the collectives end with PeerFailedError
-    within the timeout.
-    """
+    """Ranks meet where host names resolve to 127.0.1.1, that of MASTER_ADDR on its host too."""
     needs.module("torch")
     processes = []
     for rank, host in enumerate(hosts):

@@ -112,10 +112,7 @@ def load(into: Any, path: Any, device: str, **arguments: Any) -> streamload.Load
 def test_a_load_of_a_file_that_changes(
     path: Path, adversary: Adversary, reader: Any, device: str, leased: bool, act: str
 ) -> None:
-    """It ends with an error that names the file, or all is right; what is loaded is right.
-
-    What is replaced, linked or given another mode is read to its end as it was.
-    """
+    """It ends with an error that names the file, or all is right; what is loaded is right."""
     into = model(device)
     place = path.stat().st_size - 1000  # nothing of the last tensor has been read
     change = at(8 * NBYTES, lambda: adversary.act(act, path, place))

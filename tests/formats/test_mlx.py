@@ -183,10 +183,7 @@ def held(model: Any) -> dict[str, str]:
     ),
 )
 def test_codes_stay_in_modules(tmp_path: Path, bits: int, group: int, dtype: str) -> None:
-    """quant="stored" keeps codes, scales and biases, and computes with MLX's elements.
-
-    So do a load into a model of torch, a second one, and the saved model, whole and offloaded.
-    """
+    """quant="stored" keeps codes, scales and biases, and computes with MLX's elements."""
     torch, transformers = needs.module("torch"), needs.module("transformers")
     expected, tokens = write_model(tmp_path / "in", bits, group, dtype), torch.arange(8)[None]
     options: dict[str, Any] = {"device": "cpu", "progress": False}

@@ -54,10 +54,7 @@ def _run(name: str, *arguments: object) -> str:
 def test_every_example_explains_itself(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--help` of each example says what it does, in the words of its docstring.
-
-    In this process, which has imported torch already.
-    """
+    """`--help` of each example says what it does, in the words of its docstring."""
     for module in NEEDED.get(name, ()):
         needs.module(module)
     first = (EXAMPLES / name).read_text().split('"""')[1].partition("\n\n")[0]

@@ -250,11 +250,7 @@ print(report)
 def test_the_wheel_works_in_an_empty_environment(
     repository: Path, tmp_path: Path, tmp_checkpoint: Callable[..., Path]
 ) -> None:
-    """The wheel builds, holds the package and its licence, and works for a user with no rights.
-
-    It is installed in an empty virtual environment, by a user without root whose home is
-    read-only, and loads a checkpoint to host memory and to tinygrad's CPU.
-    """
+    """The wheel builds, holds the package and its licence, and works for a user with no rights."""
     home = _read_only_home(tmp_path)
     python = _system_python()
     dist = home.parent / "dist"
@@ -284,10 +280,7 @@ def test_the_wheel_works_in_an_empty_environment(
 
 @pytest.mark.slow
 def test_setup_without_rights_says_what_to_install(repository: Path, tmp_path: Path) -> None:
-    """Without root, setup names the Debian packages that are not there, and goes on.
-
-    The second run does nothing, and a changed pyproject.toml is installed again.
-    """
+    """Without root, setup names the Debian packages that are not there, and goes on."""
     home = _read_only_home(tmp_path)
     mine = home.parent / "repository"
     shutil.copytree(repository, mine)

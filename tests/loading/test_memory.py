@@ -91,10 +91,7 @@ def test_shards_take_no_more(folder: Path, device: str) -> None:
 
 
 def test_chunks_take_no_memory(folder: Path) -> None:
-    """Of 20,000 chunks that a load is cut into only those under way are there.
-
-    All of them would take 8 MB and more.
-    """
+    """Of 20,000 chunks that a load is cut into only those under way are there."""
     least = _least_nbytes(folder / "medium", "host", "mmap")
     peak = _peak_nbytes(folder / "medium", "host", reader="mmap", chunk_nbytes=1000)
     assert peak <= least + 3_000_000

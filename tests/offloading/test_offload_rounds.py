@@ -229,10 +229,7 @@ def test_layers_are_right_in_any_order(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_slots_are_gone_between_a_pause_and_what_follows(seed: int, tmp_path: Path) -> None:
-    """At any time: with copies under way, in other memory afterwards, with idle ends, or none.
-
-    If a file in host memory is to go, the threads that read it end before.
-    """
+    """At any time: with copies under way, in other memory afterwards, with idle ends, or none."""
     rng = random.Random(seed)
     made, host = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 5)), None
     with _idle(rng.choice([0.0, 0.02, 2.0])):

@@ -811,10 +811,7 @@ def test_dtypes_that_nothing_is_cast_to(dtype: Any) -> None:
 def test_who_casts(
     cast: Any, fp16_cast: Any, exact: bool, out_of_range: Any, expected: str
 ) -> None:
-    """The device where it was asked for and is exact; a note says where it is not.
-
-    Where it is, another says that overflows are not counted there.
-    """
+    """The device where it was asked for and is exact; a note says where it is not."""
     exactly = frozenset({("bfloat16", "float16")} if exact else ())
     plan = plan_of(
         checkpoint_of({"w": ("BF16", [4]), "i": ("I8", [4])}),

@@ -462,10 +462,7 @@ class _Watched(Faults):
 
 
 def test_the_applications_handler_decides(tmp_path: Path) -> None:
-    """A handler of the application's own is called when the books are straight, not in between.
-
-    What it raises ends the stream; if it raises nothing, the stream goes on.
-    """
+    """A handler of the application's own is called when the books are straight, not in between."""
     path = write_safetensors(tmp_path / "x.safetensors", some_tensors(8))
     calls = []
 

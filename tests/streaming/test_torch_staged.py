@@ -220,10 +220,7 @@ FAULTS = [
 def test_a_failing_operation_leaves_every_parameter_in_a_stated_condition(
     raw: Made, disk: Disk, kind: str, operation: str, bulk: bool
 ) -> None:
-    """The error comes out; threads and slots end; what is not loaded is as it was or raises.
-
-    An error of storage may go by in bulk: what could not be read is read once more.
-    """
+    """The error comes out; threads and slots end; what is not loaded is as it was or raises."""
     cast = "device" if operation == "cast_copy" else "llvm"
     dtype = "float16" if cast == "device" else _DTYPES.get(kind)
     happened = by_bulk = 0
@@ -355,10 +352,7 @@ def test_a_tensor_that_cannot_be_read_is_named(
 def test_bytes_that_come_at_the_second_time_are_right_or_an_error(
     raw: Made, disk: Disk, reader: str, threads: int, bulk: bool
 ) -> None:
-    """Storage that fails once: all is loaded right, or the error names the tensor.
-
-    What was read in bulk is read again.
-    """
+    """Storage that fails once: all is loaded right, or the error names the tensor."""
     infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
     again = 0
     for seed, info in enumerate(infos):

@@ -415,10 +415,7 @@ def test_a_gguf_of_a_unet(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_beside_that_of_diffusers(tmp_path: Path, cgroup: Boxes) -> None:
-    """A GGUF, and a cast: less than diffusers takes, which copies rows that it cuts; equal bits.
-
-    The transformer has Flux's own width, with one block of each kind.
-    """
+    """A GGUF, and a cast: less than diffusers takes, which copies rows that it cuts; equal bits."""
     with torch.device("meta"):
         model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1)
     model = model.to(torch.bfloat16).to_empty(device="cpu")

@@ -567,10 +567,7 @@ HEADROOM_NBYTES = 64_000_000
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["quant, nf4", "streamload, int8"])
 def test_the_peak_is_what_stays(tmp_path: Path, cgroup: Boxes, way: str) -> None:
-    """In a cgroup of what a small model takes, what stays and 64 MB, a checkpoint of 1 GB loads.
-
-    transformers with bitsandbytes is killed in there.
-    """
+    """In a cgroup of what a small model takes, what stays and 64 MB, a checkpoint of 1 GB loads."""
     needs_library("bitsandbytes")
     for name, shape in (("large", LARGE), ("little", LITTLE)):
         make_checkpoint(tmp_path / name, shape)
