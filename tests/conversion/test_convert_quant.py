@@ -45,11 +45,6 @@ def source(path: Path, dtype: Any = ml_dtypes.bfloat16, config: Any = CONFIG) ->
     return made
 
 
-def quant_of(name: str) -> Any:
-    """A format for all that it can hold of that Llama."""
-    return {"*experts*": None, "*": name} if name == "bitsandbytes-int8" else name
-
-
 def bytes_of(path: Path) -> dict[str, bytes]:
     return {name: data for name, (_, _, data) in tensors_of(path).items()}
 
@@ -57,7 +52,8 @@ def bytes_of(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_writes_what_loads_give(tmp_path: Path, name: str) -> None:
     """The same bytes; a weight's parts share a file; numpy finds the same, and so do digests."""
-    path, quant = source(tmp_path / "in"), quant_of(name)
+    path = source(tmp_path / "in")
+    quant = {"*experts*": None, "*": name} if name == "bitsandbytes-int8" else name
     expected = load(path, quant=quant)
     report = quiet(path, tmp_path / "out", quant=quant, max_shard_size="30kB", verify=True)
     assert bytes_of(tmp_path / "out") == found_in(expected)

@@ -563,7 +563,7 @@ def test_a_file_that_changes_is_an_error_and_never_a_mixture(site: Site, validat
 
     def change(handler: Handler, data: bytes) -> None:
         site.files["/f"] = content(seed=1)
-        replace_cut(other)(handler, data)
+        Answer(headers=other.headers, cut=100_000)(handler, data)
 
     out = bytearray(NBYTES)
     with patiently(SOON, HttpReader, url, NBYTES) as reader:
@@ -577,11 +577,6 @@ def test_a_file_that_changes_is_an_error_and_never_a_mixture(site: Site, validat
         assert "has changed" in str(error_of(lambda: reader.read_into(5, memoryview(out)[:9])))
         site.always["/f"] = Answer(headers={"ETag": None, "Last-Modified": None})
         assert "does not say" in str(error_of(lambda: reader.read_into(5, memoryview(out)[:9])))
-
-
-def replace_cut(answer: Answer) -> Answer:
-    """The same, cut in the middle of the body."""
-    return Answer(headers=answer.headers, cut=100_000)
 
 
 def test_a_file_that_gets_longer_or_shorter(site: Site) -> None:

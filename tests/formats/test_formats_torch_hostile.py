@@ -6,8 +6,8 @@ import os
 import struct
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -156,14 +156,9 @@ def _made(write_entries: Callable[[zipfile.ZipFile], None]) -> bytes:
 
 def _twice(made: zipfile.ZipFile) -> None:
     for data in (state_dict(a=tensor()), state_dict(b=tensor())):
-        with pytest.warns(UserWarning) if "archive/data.pkl" in made.namelist() else _nothing():
+        with pytest.warns(UserWarning) if "archive/data.pkl" in made.namelist() else nullcontext():
             made.writestr("archive/data.pkl", data)
     made.writestr("archive/data/0", bytes(16))
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _folders(made: zipfile.ZipFile) -> None:

@@ -48,16 +48,15 @@ def test_tensors_equal_gguf_pys(family: str, kind: str, tmp_path: Path) -> None:
     factors = tensors.pop("rope_freqs.weight", None)
     assert (factors is not None) == (family == "llama")
     assert tensors == made_by_gguf_py(source, kind)
-    assert fields["general.file_type"] == gguf.LlamaFileType[_file_type(kind)]
+    assert (
+        fields["general.file_type"]
+        == gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"]
+    )
     assert fields["general.architecture"] == {"mistral": "llama"}.get(family, family)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "model.gguf",
         "streamload.json",
     ]
-
-
-def _file_type(kind: str) -> str:
-    return "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])

@@ -351,10 +351,6 @@ def saved(tmp_path: Path) -> Saved:
     return write
 
 
-def layers_of(plan: Plan) -> list[tuple[int, int]]:
-    return [d.layers for d in plan.devices if d.layers is not None]
-
-
 def planned(
     checkpoint: Checkpoint, places: Mapping[str, str], devices: list[DeviceSpec], cache: KvCache
 ) -> Plan:
@@ -391,7 +387,8 @@ def test_the_cut_knows_the_cache(saved: Saved) -> None:
     """Without one the ends, which are heavy, hold fewer layers; a long context evens that out."""
     nodes = [Node(name, 10**9) for name in "abc"]
     for context, most in ((None, 3), (10**4, 2)):
-        layers = layers_of(streamload.split(saved(), nodes=nodes, context=context))
+        made = streamload.split(saved(), nodes=nodes, context=context)
+        layers = [d.layers for d in made.devices if d.layers is not None]
         assert max(stop - start for start, stop in layers) == most
         assert [layers[0][0], layers[-1][1]] == [0, 4]
 

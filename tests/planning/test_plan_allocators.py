@@ -31,10 +31,6 @@ def cuda(*sizes: int) -> list[int]:
     return list(taken("cuda_caching", 512, sizes))
 
 
-def expandable(*sizes: int) -> list[int]:
-    return list(taken("cuda_expandable", 512, sizes))
-
-
 # --- sequences by hand ----------------------------------------------------------------------------
 
 
@@ -103,7 +99,7 @@ def test_segments_by_hand(sizes: Sequence[int], grown: Sequence[int]) -> None:
 )
 def test_expandable_segments_by_hand(sizes: Sequence[int], grown: Sequence[int]) -> None:
     """One segment a pool that grows by pages of 2 MiB (small) or 20 MiB (large)."""
-    assert expandable(*sizes) == list(grown)
+    assert list(taken("cuda_expandable", 512, sizes)) == list(grown)
 
 
 @pytest.mark.parametrize(

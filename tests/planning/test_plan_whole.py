@@ -19,7 +19,6 @@ from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.moves import (
     DeviceSpec,
     DTypePolicy,
-    Kind,
     Moves,
     TensorRequest,
     TensorRequests,
@@ -198,7 +197,7 @@ def test_small_floats_without_a_scale_are_cast() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_they_are_cut_alike(seed: int, dtype: str) -> None:
     def flat(plan: Plan) -> list[Any]:
-        cut = Cut(plan, checkpoint).packs_and_chunks(_chunk_nbytes, lambda p: MIB, 200)
+        cut = Cut(plan, checkpoint).packs_and_chunks(lambda kind: 300_000, lambda p: MIB, 200)
         return [
             (p.first, p.shard, p.bounds.tolist()) if isinstance(p, SmallTensorBatch) else p
             for p in cut
@@ -209,10 +208,6 @@ def test_they_are_cut_alike(seed: int, dtype: str) -> None:
     assert made == expected
     assert any(type(piece) is tuple for piece in made)
     assert any(isinstance(piece, Chunk) for piece in made)
-
-
-def _chunk_nbytes(kind: Kind) -> int:
-    return 300_000
 
 
 @pytest.mark.parametrize("native_bf16", [True, False])
