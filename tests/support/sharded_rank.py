@@ -17,7 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import streamload
 from streamload.errors import StateDictMismatchError
@@ -26,6 +30,7 @@ IN, MIDDLE, OUT = 601, 1002, 777  # no axis divides by four ranks; tensor parall
 
 
 def model() -> nn.Module:
+    """Two layers, on the meta device."""
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(IN, MIDDLE), nn.ReLU(), nn.Linear(MIDDLE, OUT))
 
@@ -36,6 +41,7 @@ def read_nbytes() -> int:
 
 
 def check(model: nn.Module, path: Path, **options: Any) -> streamload.LoadReport:
+    """Load, and compare: each part with that of the whole, the whole, and what was read."""
     before = read_nbytes()
     options = {"device": "cpu", "progress": False, "reader": "pread"} | options
     report = streamload.load_state_dict(model, path, **options)
@@ -77,6 +83,7 @@ def runs(sharded: nn.Module, path: Path) -> None:
 
 
 def fsdp(path: Path, *, there: bool) -> None:
+    """FSDP2 over all ranks, on the meta device or in memory."""
     made = model()
     for layer in made:
         if isinstance(layer, nn.Linear):
@@ -110,6 +117,7 @@ def both(path: Path, *, there: bool) -> None:
 
 
 def tensors(path: Path) -> None:
+    """A dict of DTensors, of all axes; casts; what is no block."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = load_file(path)
     for placements in ([Shard(1), Shard(0)], [Shard(1), Shard(1)], [Replicate(), Shard(1)]):
