@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import streamload
 from streamload.errors import StateDictMismatchError
+from streamload.verification.verify import verify
 
 IN, MIDDLE, OUT = 601, 1002, 777  # no axis divides by four ranks; tensor parallelism halves one
 
@@ -49,9 +50,7 @@ def check(model: nn.Module, path: Path, **options: Any) -> streamload.LoadReport
     mine = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     assert report.read_nbytes == mine, (report.read_nbytes, mine)
     assert read < mine + 500_000, (read, mine)  # of 5.5 MB; the rest is what is imported
-    assert (
-        streamload.verification.verify.verify(report, streamload.open_checkpoint(path), model) == []
-    )
+    assert verify(report, streamload.open_checkpoint(path), model) == []
     same(dict(model.named_parameters()), path)
     return report
 
