@@ -284,6 +284,8 @@ def test_predictions_are_within_two_percent(
         | {"dtype": {"cast": "float32", "layers": "float16"}.get(kind, "checkpoint")}
         | {"quant": "nf4" if kind == "nf4" else None},
     }
+    if device == "CL":  # a child process tests the device once, which takes more
+        run_boxed(cgroup, case)
     found = run_boxed(cgroup, case)
     assert found["outcome"] == "loaded", found
     predicted = found["said"]["predicted_nbytes"]
