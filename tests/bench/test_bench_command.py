@@ -166,7 +166,6 @@ def test_a_hanging_loader_leaves_nothing(small_checkpoint: Path, tmp_path: Path)
 
 
 def test_memory_is_seen_from_outside(tmp_checkpoint: Callable[..., Path]) -> None:
-    """What a load makes the process hold is counted, and what was held before is not."""
     path = tmp_checkpoint(60_000_000)
     with Child(job_of(path), timeout_s=60) as child:
         assert child.ready()["versions"]["streamload"]
@@ -231,7 +230,6 @@ def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: 
 
 
 def test_short_loads_are_repeated(small_checkpoint: Path) -> None:
-    """Of a load of milliseconds the second figure is the middle of many; bytes stay right."""
     with Child(job_of(small_checkpoint), timeout_s=60) as child:
         first, _ = child.lap()
         found = child.again()
@@ -260,7 +258,6 @@ def test_files_are_brought_in_and_dropped(tmp_checkpoint: Callable[..., Path]) -
 
 
 def test_what_cannot_be_cold_is_said(tmp_checkpoint: Callable[..., Path]) -> None:
-    """Files in memory stay there: the cold loads are left out, with the reason."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         pytest.skip("no /dev/shm")
@@ -279,7 +276,6 @@ def test_what_cannot_be_cold_is_said(tmp_checkpoint: Callable[..., Path]) -> Non
 
 @pytest.mark.slow
 def test_variants_are_measured_beside(tmp_checkpoint: Callable[..., Path]) -> None:
-    """The same loader with other arguments, under a name of its own, in the same rounds."""
     path = tmp_checkpoint(2_000_000)
     options = Compared(
         str(path),
@@ -311,7 +307,6 @@ def test_few_cores_are_few(tmp_checkpoint: Callable[..., Path]) -> None:
 def test_a_plain_reader_reads_every_byte(
     tmp_checkpoint: Callable[..., Path], direct: bool, threads: int
 ) -> None:
-    """Each once, also where a file is no whole number of blocks; or for as long as asked."""
     files = sorted(tmp_checkpoint(3_000_000, shards=2).glob("*.safetensors"))
     paths = [str(file) for file in files]
     try:
@@ -332,7 +327,6 @@ def test_the_rate_of_memory_is_kept_for_plans(
     monkeypatch: pytest.MonkeyPatch,
     here: Callable[..., tuple[str, str]],
 ) -> None:
-    """A plan for the device shows the most tokens a second; without limits, nothing is measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan = ("plan", small_checkpoint, "--budget", "1GB", "--dtype", "float16", "--device")
     assert "; streamload bench PATH --device host measures" in here(*plan, "host")[0]
@@ -371,7 +365,6 @@ def test_a_plain_reader_says_what_fails(tmp_path: Path) -> None:
 
 
 def test_exactly_the_prediction_is_enough(tmp_checkpoint: Callable[..., Path]) -> None:
-    """A budget of the plan's peak loads, and a MiB less is refused."""
     path = str(tmp_checkpoint(3_000_000))
     said = measure(call("bench_parts.jobs:refusal", path=path, device="host")).first
     assert said["refused"] and "does not fit" in said["refusal"]
@@ -430,7 +423,6 @@ def test_loaders_are_chosen_by_device() -> None:
 
 
 def test_the_chart_is_to_scale() -> None:
-    """Widths follow the values, what is not there has no bar, and names are text."""
     rows = [Bars("<us>", (10.0, 5.0), ours=True), Bars("& them", (2.5, None))]
     text = draw("a < b", "c", "GB/s", ("first", "again"), rows, [("limit", 12.0)])
     root = ElementTree.fromstring(text)

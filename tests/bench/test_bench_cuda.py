@@ -20,7 +20,6 @@ from streamload.bench.processes import device_meter  # noqa: E402
 
 
 def test_loaders_are_compared_on_cuda(tmp_checkpoint: Callable[..., Path]) -> None:
-    """Every peer that is there loads, or says why not; memory and limits are measured."""
     path = tmp_checkpoint(1_000_000_000, shards=3)
     found = Comparing(Compared(str(path), "cuda:0", runs=2, together=True, timeout_s=120)).run()
     told = "\n".join(found.lines())

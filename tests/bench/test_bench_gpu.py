@@ -86,7 +86,6 @@ def test_the_script_runs_sections_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_many_tensors_are_all_alike(tmp_path: Path) -> None:
-    """As many as asked for, never more bytes, and values that differ."""
     shape = mk.many_of_size(100_000, parse_dtype("bfloat16"), 300)
     nbytes = mk.make_checkpoint(tmp_path / "out", shape, shards=3)
     found = open_checkpoint(tmp_path / "out")
@@ -116,7 +115,6 @@ def test_eight_bits_are_written(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_copies_give_everything_back(tmp_path: Path) -> None:
-    """The limit of copying, and what is told of the device meanwhile, by a strict stand-in."""
     folder = cuda_stand_in.build(tmp_path).parent
     cuda_stand_in.run(
         folder,

@@ -134,7 +134,6 @@ def test_incomplete_set_names_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_hostile_set_size_costs_nothing(tmp_path: Path) -> None:
-    """A name that promises endless shards is answered at once, with the first ones missing."""
     write_shards(tmp_path, {f"m-1-of-{'9' * 60}.safetensors": "a"})
     error = refused(tmp_path, ShardNotFoundError)
     assert isinstance(error.expected, str) and error.expected.startswith(f"m-{'0' * 59}2-of-9")
@@ -152,7 +151,6 @@ def test_single_file_wins_over_shards_that_no_index_joins_it_to(tmp_path: Path) 
 
 
 def test_original_layout_beside_the_usual_one_is_left_out(tmp_path: Path) -> None:
-    """``consolidated`` files repeat the weights under other names; alone, they are read."""
     write_shards(tmp_path, {"consolidated.safetensors": "w", FIRST: "a", SECOND: "b"})
     assert names(open_checkpoint(tmp_path)) == ["a", "b"]
     write_shards(
@@ -275,7 +273,6 @@ def test_index_of_files_in_a_subfolder(tmp_path: Path) -> None:
     ids=["one beside", "two beside"],
 )
 def test_files_that_do_not_say_that_they_are_parts(tmp_path: Path, others: tuple[str, ...]) -> None:
-    """Without an index, only files whose names differ in numbers alone are parts of one."""
     write_shards(tmp_path, {FIRST: "a", SECOND: "b"})
     assert names(open_checkpoint(tmp_path)) == ["a", "b"]
     write_shards(tmp_path, dict(zip(others, "cd", strict=False)))
@@ -319,7 +316,6 @@ def test_malformed_index(sharded: Path, text: str, expected: str, found: str | N
 
 
 def test_malformed_shard_names_the_shard(sharded: Path) -> None:
-    """A shard that is cut off, or a folder in its place, is an error about that file."""
     content = (sharded / SECOND).read_bytes()
     (sharded / SECOND).write_bytes(content[:-1])
     error = refused(sharded, TruncatedFileError)
@@ -368,7 +364,6 @@ def test_config_beside_the_tensors(sharded: Path) -> None:
 def test_broken_config_is_an_error(
     sharded: Path, text: str, expected: str, found: str | None
 ) -> None:
-    """Without its config nobody knows whether a checkpoint is quantised: no guessing."""
     (sharded / "config.json").write_text(text)
     error = refused(sharded)
     assert (error.path, error.expected) == (str(sharded / "config.json"), expected)
@@ -376,7 +371,6 @@ def test_broken_config_is_an_error(
 
 
 def test_huge_json_files_are_not_read(sharded: Path) -> None:
-    """An index or config beyond 100 MB is refused by its length."""
     for name in ("config.json", INDEX):
         os.truncate(sharded / INDEX, 0)
         with open(sharded / name, "w") as file:
@@ -387,7 +381,6 @@ def test_huge_json_files_are_not_read(sharded: Path) -> None:
 
 
 def test_headers_join_without_files(sharded: Path) -> None:
-    """Headers that came by another way make the same checkpoint as their folder."""
     headers = [read_header(sharded / shard) for shard in (SECOND, FIRST)]
     assert from_headers(sharded, headers) == open_checkpoint(sharded)
 
@@ -575,7 +568,6 @@ def test_float8_in_a_quantized_checkpoint(
 
 
 def test_large_checkpoint_opens_without_its_data(tmp_path: Path) -> None:
-    """100,000 tensors in a sparse file of a terabyte: only the header is read."""
     count, nbytes = 100_000, 10_000_000
     tensors = {f"model.layers.{i}.weight": ("U8", [nbytes]) for i in range(count)}
     path = write_sparse(tmp_path / "model.safetensors", tensors)
@@ -585,7 +577,6 @@ def test_large_checkpoint_opens_without_its_data(tmp_path: Path) -> None:
 
 
 def test_checkpoints_pickle(sharded: Path) -> None:
-    """Headers and checkpoints come out of a pickle equal, for other processes and nodes."""
     checkpoint = open_checkpoint(sharded)
     again = pickle.loads(pickle.dumps(checkpoint))
     assert again == checkpoint
@@ -603,7 +594,6 @@ def test_a_broken_config_beside_a_single_file_is_not_its_own(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_is_a_mapping(sharded: Path, tmp_path: Path) -> None:
-    """Of names to what is known of tensors, in the order of `tensors`; true also when empty."""
     checkpoint = open_checkpoint(sharded)
     assert isinstance(checkpoint, Mapping)
     assert [*checkpoint] == [*checkpoint.keys()] == [*checkpoint.tensors]

@@ -236,7 +236,6 @@ fuzz = settings(max_examples=few(250), deadline=None, suppress_health_check=list
 @fuzz
 @given(valid_headers())
 def test_valid_headers_are_valid(header: tuple[dict[str, Any], int]) -> None:
-    """Whatever is well-formed is read, with the tensors that safetensors sees."""
     content = header_bytes(header[0]) + bytes(i % 251 for i in range(header[1]))
     if reference(content) is not None:  # an unknown key may hold what cannot be JSON
         check(content)
@@ -286,7 +285,6 @@ def test_usual_headers_are_read_in_columns() -> None:
     header_bytes('{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0],"x":1' + "0" * 30 + "}}")
 )
 def test_changed_values_give_our_errors_only(content: bytes) -> None:
-    """Wrong types, wrong numbers, missing and surplus keys: one of our errors, or a valid file."""
     check(content)
 
 
@@ -295,7 +293,6 @@ def test_changed_values_give_our_errors_only(content: bytes) -> None:
 @example(header_bytes(" {}"))
 @example(header_bytes('{"__metadata__":null}'))
 def test_changed_bytes_give_our_errors_only(content: bytes) -> None:
-    """Flipped, lost and surplus bytes anywhere: one of our errors, or a valid file."""
     check(content)
 
 
@@ -312,7 +309,6 @@ def test_noise_gives_our_errors_only(content: bytes) -> None:
 def test_any_index_gives_our_errors_only(
     tmp_path_factory: pytest.TempPathFactory, document: Any, weight_map: Any
 ) -> None:
-    """An index of any JSON never raises anything else, and opens nothing outside its folder."""
     index = tmp_path_factory.getbasetemp() / "fuzz.safetensors.index.json"
     for value in (document, {"weight_map": document}, {"weight_map": weight_map}):
         index.write_text(json.dumps(value))

@@ -47,7 +47,6 @@ def text(**changes: Any) -> bytes:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    """A sidecar comes back as it was, from its folder or its path, whatever the names are."""
     (tmp_path / SIDECAR).write_text(DIGESTS.to_json())
     assert Digests.read(tmp_path) == DIGESTS
     assert Digests.read(tmp_path / SIDECAR) == DIGESTS

@@ -108,7 +108,6 @@ def test_quiet_about_warnings(tmp_path: Path) -> None:
 def test_a_variant_of_a_folder(
     here: Callable[..., tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each command that opens a folder takes one; nodes are given its file."""
     folder, out, fp16 = tmp_path / "in", tmp_path / "out", ("--variant", "fp16")
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", {"w": ("F32", (48,), bytes(192))})
@@ -242,7 +241,6 @@ ODD = (
 
 
 def test_names_are_shown_and_never_obeyed(tmp_path: Path) -> None:
-    """Markup and emoji codes stay text; line breaks and terminal codes are escaped."""
     path = tmp_path / "odd.safetensors"
     write_safetensors(path, {name: ("U8", (2,), bytes(2)) for name in ODD}, metadata={"a\x07": "b"})
     for encoding in ("utf-8", "ascii"):
@@ -399,7 +397,6 @@ def test_llama_3_8b_over_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["host", "CPU", "CL", "CPU,CPU:1"])
 def test_load_and_verify(layers: Path, name: str) -> None:
-    """A short table on stdout, nothing on stderr, and every byte compared."""
     if name != "host":
         needs.device(name.partition(",")[0])
     out, err = run("load", layers, "--device", name, "--budget", "1MB", "--verify")
@@ -420,7 +417,6 @@ def test_load_as_json(layers: Path) -> None:
 
 
 def test_warnings_are_one_line(tmp_path: Path) -> None:
-    """Values out of range are told on stderr, without a line of source code."""
     path = write_safetensors(
         tmp_path / "m.safetensors", {"big": ("F32", (1,), b"\xff\xff\x7f\x7f")}
     )
@@ -471,7 +467,6 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [80, 40])
 def test_lines_fit_the_terminal(tmp_path: Path, columns: int) -> None:
-    """A table that is wider is broken between its words, and no number from its unit."""
     names = {f"model.layers.{n}.mlp.weight": ("F32", (64, 64), bytes(4 * 64**2)) for n in range(4)}
     path = write_safetensors(tmp_path / "m.safetensors", names)
     arguments = ["plan", str(path), "--device", "host", "--budget", "1234.56MB"]
@@ -592,7 +587,6 @@ def test_a_device_by_a_wrong_name() -> None:
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 def test_reading_headers_imports_no_framework(layers: Path, command: str) -> None:
-    """Looking at a checkpoint, and planning with everything stated, start without tinygrad."""
     code = (
         "import sys\n"
         "from streamload.cli import main\n"

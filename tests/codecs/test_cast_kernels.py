@@ -69,7 +69,6 @@ FORMS: dict[str, Callable[[], tuple[Target, bool]]] = {
     "form", [pytest.param(form, marks=on_x86 if "x86" in form else ()) for form in FORMS]
 )
 def test_kernels_equal_the_reference(form: str, pair: tuple[DType, DType], clamp: bool) -> None:
-    """On every sample the bits and counts are the reference's, NaN payloads aside."""
     src, dst = pair
     target, native_half = FORMS[form]()
     image = object_of(src, dst, target, clamp=clamp, native_half=native_half)
@@ -110,7 +109,6 @@ def test_zeros_among_ordinary_values(pair: tuple[DType, DType], native_half: boo
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
 def test_every_length_and_alignment(pair: tuple[DType, DType]) -> None:
-    """Any number of elements from any address to any address, and not a byte more is written."""
     src, dst = pair
     kernel = compile_kernel(src, dst)
     x = np.random.default_rng(0).permutation(samples(src))[:200]
@@ -156,7 +154,6 @@ def test_kernels_are_compiled_once() -> None:
 
 
 def test_threads_share_a_kernel() -> None:
-    """Eight threads in one kernel at once each get their own bits and counts."""
     kernel = compile_kernel(F32, F16)
     x = np.random.default_rng(0).permutation(samples(F32))
     parts = [part.tobytes() for part in np.array_split(x, 8)]
@@ -177,7 +174,6 @@ def test_threads_share_a_kernel() -> None:
 
 
 def test_a_call_drops_the_gil() -> None:
-    """While a thread casts others run, even where the interpreter would never take the GIL away."""
     kernel, data, out = compile_kernel(BF16, F16), np.ones(1 << 20, "u2"), np.empty(1 << 20, "u2")
     arguments = (data.ctypes.data, out.ctypes.data, data.size, Tally())
     entered, others_ran, seen = threading.Event(), threading.Event(), []
@@ -237,7 +233,6 @@ def with_mxcsr() -> Kernel:
 def test_the_threads_floating_point_state_does_not_matter(
     pair: tuple[DType, DType], native_half: bool
 ) -> None:
-    """Flush-to-zero, other rounding and trapping exceptions change no bit, and are kept."""
     src, dst = pair
     target = host_target()
     if native_half and not target.native_half:
@@ -277,7 +272,6 @@ def test_no_kernel_needs_an_external_symbol(name: str) -> None:
 
 
 def test_the_scan_finds_helper_calls() -> None:
-    """Half conversions without F16C, the case that would kill the process, are seen."""
     assert not BASELINE.native_half
     image = object_of(F32, F16, BASELINE, clamp=False, native_half=True)
     assert set(undefined_symbols(image)) == {"__extendhfsf2", "__truncsfhf2"}
@@ -297,7 +291,6 @@ define void @cast(ptr %src, ptr %out) {
 
 @pytest.mark.parametrize("image", [b"", b"\xcf\xfa\xed\xfe" * 20, b"\x7fELF\x01\x01" + bytes(60)])
 def test_the_scan_refuses_other_formats(image: bytes) -> None:
-    """An object that cannot be scanned is not taken for one without undefined symbols."""
     with pytest.raises(ValueError, match="not a 64-bit little-endian ELF object"):
         undefined_symbols(image)
 
@@ -337,7 +330,6 @@ int main(int argc, char **argv)
 
 @pytest.mark.slow
 def test_aarch64_kernels_equal_the_reference(tmp_path: Path) -> None:
-    """Run by an emulator, under a hostile FPCR, they give the bits and counts of the others."""
     gcc, qemu = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
     if gcc is None or qemu is None:
         needs.lacking("gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user")

@@ -97,7 +97,6 @@ def test_float64_that_two_roundings_get_wrong() -> None:
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] != F64], ids=pair_id)
 def test_agrees_with_numpy_and_ml_dtypes(pair: tuple[DType, DType]) -> None:
-    """Where those round once, which is from every dtype but float64, the bits are theirs."""
     src, dst = pair
     with np.errstate(all="ignore"):
         theirs = samples(src).view(src.numpy).astype(dst.numpy)
@@ -120,7 +119,6 @@ def test_counts_nothing_exactly_where_nothing_can_change() -> None:
 
 
 def test_chunks_join_and_memory_stays_bounded() -> None:
-    """A long cast takes under 4 MB beside its input and output, and is the sum of its parts."""
     part = samples(F64)[:60_000]
     x = np.tile(part, 20)
     data, out = memoryview(x.tobytes()), memoryview(bytearray(x.size * 2))
@@ -137,7 +135,6 @@ def test_chunks_join_and_memory_stays_bounded() -> None:
 
 
 def test_casts_at_any_address() -> None:
-    """Source and target may start at any byte, and nothing around the target is written."""
     src, dst = BY_CODE["F32"], BY_CODE["BF16"]
     x = np.arange(100, dtype=np.float32) / 7
     data = memoryview(b"\0\0\0" + x.tobytes())[3:]

@@ -70,7 +70,6 @@ def test_casts_every_pair(pair: tuple[DType, DType], engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_clamp_touches_finite_values_alone(engine: Engine) -> None:
-    """Values that would become infinite become the largest; infinities and NaN stay."""
     largest = 65504.0
     x = np.array([largest, 65519, 65520, 1e30, np.inf, np.nan, -65520, -np.inf, 1], "f4")
     out, counts = run(F32, F16, x, engine=engine, out_of_range="clamp")
@@ -81,7 +80,6 @@ def test_clamp_touches_finite_values_alone(engine: Engine) -> None:
 
 @pytest.mark.parametrize("dtype", BY_CODE.values(), ids=str)
 def test_every_dtype_passes_unchanged(dtype: DType) -> None:
-    """A dtype is copied to itself, byte by byte, also those below a byte; nothing is counted."""
     data = bytes(range(256)) * 3
     out = bytearray(len(data))
     assert supported(dtype, dtype)
@@ -111,7 +109,6 @@ def test_other_casts_are_refused(pair: tuple[str, str]) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    """A misspelt engine or policy is an error, also where it would make no difference."""
     for dst in (BF16, F16):
         with pytest.raises(ValueError, match="engine is one of"):
             make_cast(BF16, dst, engine="device")  # type: ignore[arg-type]
@@ -122,7 +119,6 @@ def test_unknown_options_are_refused() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dst", [BF16, F16], ids=str)
 def test_views_that_do_not_fit_are_refused(dst: DType, engine: Engine) -> None:
-    """Lengths that differ, broken elements and read-only targets raise, and nothing is written."""
     cast = make_cast(BF16, dst, engine=engine)
     out = bytearray(b"\xaa" * 8)
     for data_nbytes, out_nbytes in ((8, 6), (6, 8), (0, 2), (8, 7)):
@@ -164,7 +160,6 @@ def test_casts_from_a_read_only_map_at_an_odd_byte(
 
 
 def test_copies_and_kernels_allocate_nothing() -> None:
-    """Casting 4 MB leaves and needs next to no memory."""
     data, out = memoryview(bytes(4_000_000)), memoryview(bytearray(4_000_000))
     for dst in (BF16, F16):
         cast = make_cast(BF16, dst, engine=("llvm" if dst == F16 else "auto"))

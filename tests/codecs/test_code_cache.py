@@ -106,7 +106,6 @@ def kept_files(cache: Path) -> list[Path]:
 
 @keeps_loops
 def test_a_later_process_runs_the_loop_without_llvmlite(cache: Path, data: Path) -> None:
-    """The first one compiles and keeps; the next one needs llvmlite neither loaded nor there."""
     assert run_loop(cache, data) == BY_LLVM
     (file,) = kept_files(cache)
     assert run_loop(cache, data, "llvmlite") == BY_WHAT_WAS_KEPT
@@ -233,7 +232,6 @@ for dtype in ("checkpoint", "float16"):
 
 @keeps_loops
 def test_a_whole_load_does_without_llvmlite(cache: Path, tmp_path: Path) -> None:
-    """Onto a CUDA device, where the loop and the cast's kernel are there from before."""
     needs.module("tinygrad")
     values = np.arange(1000, dtype=np.float32)
     data = values.view("<u2")[1::2].tobytes()

@@ -55,7 +55,6 @@ def decoded(
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
 @pytest.mark.parametrize("dst", TARGETS, ids=str)
 def test_kernel_and_oracle_agree(tmp_path: Path, sample: Sample, dst: DType) -> None:
-    """On elements and counts, wherever a piece begins: those of the exact product, rounded."""
     info, by = decoders(write(tmp_path, [sample]), sample.name, dst)
     (data,) = read_whole(info.headers, [info])
     numel = info.numel
@@ -147,7 +146,6 @@ def test_lines_are_those_of_their_places(tmp_path: Path) -> None:
 
 
 def test_a_decoder_checks_lengths(tmp_path: Path) -> None:
-    """Bytes that are not those of the elements are refused before anything is written."""
     sample = dequant_samples.four_bit()
     _, by = decoders(write(tmp_path, [sample]), sample.name, F32)
     for data, out, first, lines in ((5, 44, 0, 1), (4, 33, 0, 1), (4, 28, 1, 2)):

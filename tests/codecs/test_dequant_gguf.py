@@ -127,7 +127,6 @@ def test_targets_of_16_bits_are_the_float32_numbers_cast(
 @pytest.mark.parametrize("dst", [F32, F16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_those_of_the_whole(kind: str, dst: DType) -> None:
-    """Elements from and to anywhere, also within one block, and their counts, add up."""
     block = PACKED[kind].block
     blocks = _random(kind, 40)
     numel = block * 40
@@ -146,7 +145,6 @@ def test_parts_are_those_of_the_whole(kind: str, dst: DType) -> None:
 
 @pytest.mark.parametrize("kind", ["q4_0", "q6_k"])
 def test_lengths_that_do_not_go_together_are_refused(kind: str) -> None:
-    """Blocks that are not those of the elements are an error, before anything is written."""
     decoder, nbytes = _decoder(kind, F32, "llvm"), PACKED[kind].nbytes(1)
     for data, out, first, lines in (
         (nbytes - 1, 4 * PACKED[kind].block, 0, 1),
@@ -170,7 +168,6 @@ def _seconds(function: Callable[[], object]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_take_a_fifth_of_the_time_of_gguf_py(kind: str) -> None:
-    """Float32 and float16 take at most a fifth of gguf-py's CPU time, measured in turn."""
     blocks = _random(kind, (1 << 22) // PACKED[kind].block)
     blocks[:, :2] = blocks[:, -2:] = np.array([0, 40], np.uint8)  # an ordinary scale
     data = memoryview(blocks.reshape(-1))

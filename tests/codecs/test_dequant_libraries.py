@@ -122,7 +122,6 @@ def test_compressed_tensors(tmp_path: Path, zeros: bool) -> None:
 
 @pytest.mark.slow
 def test_a_converted_checkpoint_opens_in_transformers(tmp_path: Path) -> None:
-    """A Llama with FP8 blocks becomes one that transformers alone opens, with the same logits."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64},

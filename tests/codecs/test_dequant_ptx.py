@@ -51,7 +51,6 @@ def pieces(numel: int, bits: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
 @pytest.mark.parametrize("dst", TARGETS, ids=str)
 def test_kernels_equal_the_oracle(tmp_path: Path, sample: Sample, dst: DType) -> None:
-    """Elements and counts of every layout, wherever a piece begins and ends."""
     info, oracle, data = opened(tmp_path, sample, dst)
     for first, stop in pieces(info.numel, info.dtype.bits):
         found = by_machine(oracle.weight, data, dst, first, stop)

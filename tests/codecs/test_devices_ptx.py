@@ -81,7 +81,6 @@ def kernel_id(kernel: tuple[DType, DType, bool]) -> str:
 
 @pytest.mark.parametrize("kernel", CASTS, ids=kernel_id)
 def test_kernels_equal_the_reference(kernel: tuple[DType, DType, bool]) -> None:
-    """Bits and counts are the reference's, NaN payloads aside; counts are added to the tally."""
     src, dst, clamp = kernel
     x = samples(src)
     x = x if x.size <= 1 << 16 else some(src, LARGEST)

@@ -32,7 +32,6 @@ def run(kernel: Any, jobs: Any) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_products_are_within_rounding(name: str) -> None:
-    """Every form, number of vectors and of rows, against float64."""
     form = FORMS[name]
     random = np.random.default_rng(1)
     for tokens in (1, 2, MOST_TOKENS):

@@ -83,7 +83,6 @@ def checked(form: Form, rows: int, width: int, dtype: DType, tokens: int, **othe
 
 @pytest.mark.parametrize("name", FORMS)
 def test_products_are_within_rounding(name: str) -> None:
-    """Every form: one vector and several, rows that fill a step of a warp and rows that do not."""
     form = FORMS[name]
     checked(form, 5, 1024, BF16, 1)
     checked(form, 3, 1280, BF16, 2)

@@ -83,7 +83,6 @@ def check(
     "case", CASTS, ids=lambda c: f"{c[0].code}-{c[1].code}-{'clamp' if c[2] else 'inf'}"
 )
 def test_kernels_equal_the_reference(gpu: Gpu, case: tuple[DType, DType, bool]) -> None:
-    """All codes of 8 and 16 bits, planted and random ones of more; counts are added."""
     src, dst, clamp = case
     x = samples(src)
     bits, counts = tallied(src, dst, x, clamp)

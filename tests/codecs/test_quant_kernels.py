@@ -46,7 +46,6 @@ def form_id(form: Any) -> str:
 
 @pytest.mark.parametrize("form", ALL_FORMS, ids=form_id)
 def test_kernels_equal_the_oracle(form: Any) -> None:
-    """Bytes of every part and counts are the oracle's, for 500 tensors, or 50 slow ones."""
     for sample in fitting(form.name, 50 if form.name in SEARCHED else 500):
         parts, counts = encoded(form, sample.x, sample.src, "llvm")
         expected, expected_counts = encoded(form, sample.x, sample.src, "numpy")
@@ -59,7 +58,6 @@ def test_kernels_equal_the_oracle(form: Any) -> None:
 
 @pytest.mark.parametrize("form", [f for f in ALL_FORMS if f.name not in SEARCHED], ids=form_id)
 def test_errors_are_within_the_bound(form: Any) -> None:
-    """No element decodes to something further away than the bound, and the largest is counted."""
     for sample in fitting(form.name, non_finite=False):
         tensor = form.of(sample.x.shape, sample.src)
         parts, counts = encoded(form, sample.x, sample.src)
@@ -80,7 +78,6 @@ def test_errors_are_within_the_bound(form: Any) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=form_id)
 @pytest.mark.parametrize("src", SOURCES, ids=str)
 def test_any_cut_gives_the_bytes_of_the_whole(form: Any, src: DType) -> None:
-    """Chunks of whole units, in any number, and counts that add up to the whole's."""
     random = np.random.default_rng(7)
     columns = 3 * columns_of(form.name) if columns_of(form.name) > 1 else 77
     x = random.standard_normal((64, columns)).astype(np.float32).astype(src.numpy)
@@ -95,7 +92,6 @@ def test_any_cut_gives_the_bytes_of_the_whole(form: Any, src: DType) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=form_id)
 @pytest.mark.parametrize("engine", ["llvm", "numpy"])
 def test_threads_at_once(form: Any, engine: Engine) -> None:
-    """Several threads encode units of one tensor at the same time."""
     random = np.random.default_rng(8)
     columns = max(columns_of(form.name), 320)
     columns -= columns % columns_of(form.name)
@@ -181,7 +177,6 @@ def test_float16_overflow_is_counted() -> None:
 
 
 def test_counts_add_up() -> None:
-    """Counts of parts of a tensor are joined by ``+``; ``rms`` and ``relative`` follow."""
     a = QuantCounts(0.5, 1.0, 4.0, 2.0, 10, 1, 2, 3)
     b = QuantCounts(0.25, 3.0, 12.0, 7.0, 6, 1, 0, 0)
     assert a + b == QuantCounts(0.5, 4.0, 16.0, 7.0, 16, 2, 2, 3)
@@ -243,7 +238,6 @@ def test_what_cannot_be(name: str, shape: tuple[int, ...], src: DType, why: str)
 
 @pytest.mark.parametrize("name", ["nf4", "q3f16_1"])
 def test_cuts_inside_units_are_refused(name: str) -> None:
-    """Bytes that are no whole units, or codes of another length, are refused before any is made."""
     tensor = ALL_SCHEMES[name].of((3, 64), F16)
     encoder = tensor.encoder(F16)
     for nbytes, out_nbytes, first in ((126, 32, 0), (128, 32, 1), (128, 31, 0), (512, 128, 0)):
@@ -292,7 +286,6 @@ def object_of(form: Any, src: DType, target: Target, *, native_half: bool) -> by
 @on_x86
 @pytest.mark.parametrize("form", ALL_FORMS, ids=form_id)
 def test_kernels_of_the_least_cpu(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without AVX, FMA and float16, by integers and SSE2, a kernel gives the same codes."""
     random = np.random.default_rng(13)
     for src in SOURCES:
         columns = max(columns_of(form.name), 160)

@@ -80,7 +80,6 @@ def test_errors_are_at_most_half_a_step(name: str) -> None:
 @pytest.mark.parametrize("src", SOURCES, ids=str)
 @pytest.mark.parametrize("columns", [160, 96, 77])
 def test_any_cut_gives_the_bytes_of_the_whole(name: str, src: DType, columns: int) -> None:
-    """Chunks of whole units, in any number and at any address, by threads in any order."""
     columns = columns // 32 * 32 if name == "q4f16_0" else columns
     x = np.random.default_rng(7).standard_normal((64, columns)).astype(np.float32)
     x = shaped(name, x).astype(src.numpy)

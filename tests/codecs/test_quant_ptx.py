@@ -64,7 +64,6 @@ def assert_same(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_equal_the_oracle(name: str) -> None:
-    """Codes, statistics and counts of tensors of odd shapes with planted extremes."""
     for sample in samples(24, columns=32 if name in BLOCKED else 1):
         x = sample.x
         x = shaped(name, x)
@@ -174,7 +173,6 @@ def nested_there(values: Array, offset: np.float32) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 3000])
 def test_nested_statistics(numel: int) -> None:
-    """Codes and scales are those of the oracle with CUDA's arithmetic."""
     values = np.abs(np.random.default_rng(numel).standard_normal(numel).astype(np.float32))
     values[::7] = 0
     offset = np.float32(values.mean())

@@ -65,7 +65,6 @@ def assert_same(found: Any, expected: Any, name: str, label: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_equal_the_oracle(gpu: Gpu, name: str) -> None:
-    """Codes, statistics and counts of 500 tensors of odd shapes with planted extremes."""
     for sample in samples(columns=32 if name in BLOCKED else 1):
         x = sample.x
         x = shaped(name, x)

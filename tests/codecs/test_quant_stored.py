@@ -218,7 +218,6 @@ KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_weight_is_recognised(tmp_path: Path, name: str) -> None:
-    """Kind, shape, block and bits; every tensor of it is a member, and others are not."""
     tensors, config, expected = KNOWN[name]
     plain = {"l.norm.weight": filled("BF16", 4), "l.q.bias": filled("BF16", 8)}
     checkpoint = write(tmp_path, plain | tensors, config)
@@ -233,7 +232,6 @@ def test_a_weight_is_recognised(tmp_path: Path, name: str) -> None:
 
 
 def test_what_the_state_says_is_kept(tmp_path: Path) -> None:
-    """The dtype that a weight had, and what its nested statistics need."""
     (group,) = read_states(write(tmp_path, nested())).values()
     assert group.dtype is BF16
     assert dict(group.facts) == {
@@ -390,7 +388,6 @@ HOSTILE: dict[str, tuple[Tensors, Any, str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_headers_that_lie_are_refused(tmp_path: Path, name: str) -> None:
-    """One error: the file, the tensor, what was expected and what was found; before any read."""
     tensors, config, said = HOSTILE[name]
     checkpoint = write(tmp_path, tensors, config)
     with pytest.raises(CheckpointError, match=f"(?s){said}") as caught:
@@ -452,7 +449,6 @@ STATES: dict[str, tuple[Tensors, str]] = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_values_that_lie_are_refused(tmp_path: Path, name: str) -> None:
-    """What the file says of a weight's shape is held against its bytes."""
     tensors, said = STATES[name]
     checkpoint = write(tmp_path, tensors)
     assert len(groups(checkpoint)) == 1
@@ -539,7 +535,6 @@ def test_a_conversion_does_not_cast_them(mixed: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "float32", {"*": "float16"}])
 def test_a_load_does_not_cast_them(mixed: Path, dtype: Any) -> None:
-    """Also the default of devices without bfloat16 leaves scales as they are."""
     if dtype is not None:
         rest = {"*": dtype} if isinstance(dtype, str) else dtype
         dtype = {"*.v.weight": "checkpoint", "*.q.weight": "checkpoint"} | rest
@@ -582,7 +577,6 @@ def test_who_keeps_what(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_a_split_keeps_them_on_one_node(tmp_path: Path, count: int) -> None:
-    """Without layers, where every tensor could go anywhere, those of a weight stay together."""
     tensors: Tensors = {}
     for i in range(7):
         tensors |= nf4(f"part{i}.weight")

@@ -93,7 +93,6 @@ def test_a_stored_layout_loads_and_converts(tmp_path: Path) -> None:
 
 
 def test_a_block_type_is_decoded(tmp_path: Path) -> None:
-    """By kernel and oracle, under the dtype that its file gives."""
     write_safetensors(tmp_path / "x.safetensors", {"w": ("U8", (34,), bytes([0, 60, *range(32)]))})
     (info,) = open_checkpoint(tmp_path).tensors.values()
     layout = layout_of("signs")

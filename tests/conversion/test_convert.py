@@ -73,7 +73,6 @@ def test_values_are_those_of_the_reference(
 
 
 def test_dtypes_follow_patterns(source: Path, tmp_path: Path) -> None:
-    """The first pattern that matches a name decides; "checkpoint" keeps it as it is."""
     rules = {"*norm*": "float32", "*.layers.0.*": "checkpoint", "*": "float16"}
     quiet(source, tmp_path / "out", dtype=rules)
     for name, (dtype, _, _) in tensors_of(tmp_path / "out").items():
@@ -82,7 +81,6 @@ def test_dtypes_follow_patterns(source: Path, tmp_path: Path) -> None:
 
 
 def test_every_dtype_passes(tmp_path: Path) -> None:
-    """All 22 dtypes of the format, scalars and tensors without elements come out as they are."""
     tensors = {}
     for i, (code, dtype) in enumerate(BY_CODE.items()):
         data = bytes((i + k) % 2 for k in range(dtype.nbytes(24)))
@@ -103,7 +101,6 @@ def test_only_tensors_without_elements(tmp_path: Path) -> None:
 
 
 def test_data_is_aligned(tmp_path: Path) -> None:
-    """Data begins at 64 bytes; so do tensors, but for those after one of an odd length."""
     tensors = {
         f"t{i}": ("U8" if i % 3 else "F32", (n,), bytes(n * (1 if i % 3 else 4)))
         for i, n in enumerate((1, 64, 3, 16, 100, 128, 7, 32, 640))
@@ -117,7 +114,6 @@ def test_data_is_aligned(tmp_path: Path) -> None:
 
 
 def test_files_are_no_larger_than_asked(source: Path, tmp_path: Path) -> None:
-    """No file is over the maximum, its header included, unless it holds one tensor alone."""
     quiet(source, tmp_path / "out", max_shard_size=200_000)
     checkpoint = open_checkpoint(tmp_path / "out")
     assert all(h.file_nbytes <= 200_000 or len(h.tensors) == 1 for h in checkpoint.shards)
@@ -156,7 +152,6 @@ def _first_in(folder: Path, file: OutFile) -> str:
 
 
 def test_metadata_is_carried_over(tmp_path: Path) -> None:
-    """What all files say stays, with a format; what they do not agree on is named."""
     for i in (1, 2):
         write_safetensors(
             tmp_path / "in" / f"model-{i:05}-of-00002.safetensors",
@@ -169,7 +164,6 @@ def test_metadata_is_carried_over(tmp_path: Path) -> None:
 
 
 def test_what_lies_beside_is_copied(source: Path, tmp_path: Path) -> None:
-    """Configuration and tokenizer come along with their permissions; weights and links do not."""
     folder = tmp_path / "in"
     quiet(source, folder)
     (folder / "tokenizer.json").write_text('{"a": 1}')
@@ -393,7 +387,6 @@ def test_links_within_the_folder_are_copied(source: Path, tmp_path: Path) -> Non
 
 
 def test_nothing_is_more_readable_than_its_source(tmp_path: Path) -> None:
-    """A private file's tensors are private, also while they are written."""
     file = write_safetensors(tmp_path / "in" / SINGLE, {"a": ("U8", (1,), b"x")})
     file.chmod(0o600)
     seen = []
@@ -490,7 +483,6 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
 
 
 def test_progress_is_told(source: Path, tmp_path: Path) -> None:
-    """A callable hears of the bytes read, the last time of all."""
     heard: list[tuple[int, int]] = []
     quiet(source, tmp_path / "out", progress=lambda done, total: heard.append((done, total)))
     nbytes = open_checkpoint(source).nbytes
@@ -574,7 +566,6 @@ def test_source_and_destination_overlap(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_finished_destination_is_replaced_only_if_asked(source: Path, tmp_path: Path) -> None:
-    """And nothing of the old checkpoint is left that a reader would take."""
     out = tmp_path / "out"
     quiet(source, out, max_shard_size="300kB")
     (out / "mine.txt").write_text("mine")
@@ -637,7 +628,6 @@ def test_an_unfinished_destination(source: Path, tmp_path: Path) -> None:
 
 
 def test_another_source_is_not_continued(source: Path, tmp_path: Path) -> None:
-    """A file of the source that was written meanwhile, even with the same bytes, is another."""
     folder = tmp_path / "in"
     quiet(source, folder)
     with pytest.raises(_StopError):
@@ -648,7 +638,6 @@ def test_another_source_is_not_continued(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_that_changes_meanwhile(source: Path, tmp_path: Path) -> None:
-    """Shorter, gone, or other bytes: an error, and nothing is published."""
     file = tmp_path / "in" / SINGLE
 
     def shorten(done: int, total: int) -> None:
@@ -672,7 +661,6 @@ def test_a_source_that_changes_meanwhile(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_truncated_source_is_refused_at_once(source: Path, tmp_path: Path) -> None:
-    """A file shorter than its header says is an error before anything is made."""
     quiet(source, tmp_path / "in")
     os.truncate(tmp_path / "in" / SINGLE, 100_000)
     with pytest.raises(TruncatedFileError):
@@ -681,7 +669,6 @@ def test_a_truncated_source_is_refused_at_once(source: Path, tmp_path: Path) -> 
 
 
 def test_two_conversions_into_one_folder(source: Path, tmp_path: Path) -> None:
-    """The second is refused while the first runs, which ends right."""
     problems = []
 
     def second(done: int, total: int) -> None:
@@ -736,7 +723,6 @@ def test_a_disk_that_is_too_small(source: Path, small_disk: Callable[[str], Path
 def test_a_disk_that_fills_up(
     source: Path, tmp_path: Path, small_disk: Callable[[str], Path]
 ) -> None:
-    """One clear error; what was finished is not done again when there is room."""
     disk = small_disk("size=4m")
 
     def fill(done: int, total: int) -> None:

@@ -327,7 +327,6 @@ def _stop(done: int, total: int) -> None:
 
 
 def test_resumed_with_the_same_adapters_alone(base: Path, tmp_path: Path) -> None:
-    """Other values, scales and configurations are refused, before and after it is finished."""
     folder, out = adapter(tmp_path / "a", pair(V, 40, 40)), tmp_path / "out"
     with pytest.raises(_StopError):
         quiet(base, out, adapters=[folder], progress=_stop)

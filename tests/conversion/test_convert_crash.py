@@ -149,7 +149,6 @@ def unfinished(source: Path, out: Path) -> None:
 def test_an_error_of_the_caller_keeps_what_is_finished(
     source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """An exception ends it in order: what was written is in the journal, and not read again."""
     out = tmp_path / "out"
     unfinished(source, out)
     assert not visible(out)

@@ -311,7 +311,6 @@ def test_names_that_are_too_long(source: Path, tmp_path: Path) -> None:
 def test_what_vanishes_while_room_is_counted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dry run beside a conversion that comes to its end is none the worse for it."""
     out = tmp_path / "out"
     stopped_at("_publish", source, out)
     real = os.walk
@@ -363,7 +362,6 @@ def _precious(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
 def test_no_folder_is_written_through_a_link(
     source: Path, tmp_path: Path, link: str, how: dict[str, bool]
 ) -> None:
-    """A link in the destination is refused by name, and nothing is removed where it leads."""
     out, (precious, before) = tmp_path / "out", _precious(tmp_path)
     (out / link).parent.mkdir(parents=True)
     (out / link).symlink_to(precious)

@@ -88,7 +88,6 @@ def test_a_head_of_the_same_values_is_stored_once(tmp_path: Path, target: str) -
 @pytest.mark.parametrize("target", ["gguf", "safetensors", "mlx"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_other_shapes_are_refused(tmp_path: Path, family: str, target: str) -> None:
-    """By the settings a reader would build another model: the tensor is named, nothing written."""
     widths = {"gpt2": "n_embd"}.get(family, "hidden_size")
     depth = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
     inner = {"gpt2": "n_inner"}.get(family, "intermediate_size")

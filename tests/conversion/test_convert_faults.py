@@ -127,7 +127,6 @@ def test_a_source_that_is_replaced_while_it_is_planned(
 
 
 def test_verify_is_not_forgotten_by_a_resumption(source: Path, tmp_path: Path) -> None:
-    """Also where an earlier call had begun to publish: the files are read where they are then."""
     out = tmp_path / "out"
     with pytest.raises(RuntimeError, match="stop"):
         _stopped_at(source, out, "_publish")
@@ -157,7 +156,6 @@ def test_a_damaged_line_ends_the_journal(source: Path, tmp_path: Path, line: str
 
 
 def test_many_small_files_need_few_open_ones(source: Path, tmp_path: Path) -> None:
-    """One for each tensor, under a limit that is far below their number."""
     resource = pytest.importorskip("resource")
     rng = np.random.default_rng(1)
     tensors = {f"t{i}": ("F32", (8,), rng.bytes(32)) for i in range(600)}
@@ -303,7 +301,6 @@ def test_a_finished_conversion_reports_what_it_changed(
 
 @pytest.mark.slow
 def test_very_many_tensors_need_little_memory_each(tmp_path: Path) -> None:
-    """Names, places and digests are held once: what is written of them is written line by line."""
     peaks = []
     for count in (1, 4000):
         folder = tmp_path / f"in{count}"
@@ -326,7 +323,6 @@ def test_very_many_tensors_need_little_memory_each(tmp_path: Path) -> None:
 def test_an_interrupt_after_any_open_leaks_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ctrl-C just after `os.open`, whichever: no file stays open, and no lock."""
     (source / "config.json").write_text('{"model_type": "llama"}')
     real, main = os.open, threading.current_thread()
     left = 0

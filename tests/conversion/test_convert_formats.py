@@ -282,7 +282,6 @@ def wanted(model: Model, name: str, of: str, made: Joined, dtype: DType = F32) -
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_elements_are_those_of_numpy(tmp_path: Path, dtype: DType) -> None:
-    """Permuted, transposed, joined, padded and constant, of several dtypes and files."""
     arrays = source(tmp_path / "in")
 
     def make(model: Model) -> list[Target]:

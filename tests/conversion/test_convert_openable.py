@@ -95,7 +95,6 @@ def test_what_is_no_weight_of_a_product_stays(tmp_path: Path) -> None:
 def test_what_would_not_be_opened_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is opened once on the meta device before anything gets its name."""
     falcon(tmp_path / "in")
     names = ["transformer.h.0.mlp.dense_4h_to_h.weight"]
     said = {"quant_method": "streamload", "formats": {"q4_0": names}}  # q8_0 is written

@@ -51,7 +51,6 @@ def bytes_of(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_writes_what_loads_give(tmp_path: Path, name: str) -> None:
-    """The same bytes; a weight's parts share a file; numpy finds the same, and so do digests."""
     path = source(tmp_path / "in")
     quant = {"*experts*": None, "*": name} if name == "bitsandbytes-int8" else name
     expected = load(path, quant=quant)
@@ -223,7 +222,6 @@ def test_what_cannot_be_is_refused(
 
 
 def test_transposed_layers_without_a_module_are_refused_by_name(tmp_path: Path) -> None:
-    """compressed-tensors has no Conv1D; as GGUF's blocks they are taken as they are stored."""
     path = write(tmp_path / "in", {f"h.{i}.attn.c_attn.weight": matrix(i, 64, 192) for i in (0, 1)})
     (path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UnsupportedCastError, match="stores it transposed") as caught:
@@ -295,7 +293,6 @@ def test_on_the_command_line(
 
 
 def test_differences_are_found(tmp_path: Path) -> None:
-    """One byte of the codes, or of what is beside them; and a weight of another format."""
     path, out = source(tmp_path / "in"), tmp_path / "out"
     quiet(path, out, quant="nf4-nested")
     made = streamload.open_checkpoint(out).tensors
@@ -443,7 +440,6 @@ def test_a_conv1d_has_one_orientation_at_every_entrance(kind: str, tmp_path: Pat
 
 
 def test_a_conv1d_of_an_odd_width_is_one_error(tmp_path: Path) -> None:
-    """Rows of 4-bit values that begin within a byte are not transposed, and may stay."""
     sizes = {"n_embd": 63, "n_head": 3, "n_layer": 1}
     source = write_model(tmp_path / "in", "gpt2", tokenizer=False, **sizes)
     quiet(source, tmp_path / "stored", quant="nf4")
@@ -509,7 +505,6 @@ def test_where_some_stay_as_they_are_stored(tmp_path: Path) -> None:
 def test_one_call_does_not_dequantize_and_quantize_a_weight(
     tmp_path: Path, sample: dequant_samples.Sample
 ) -> None:
-    """It is refused by name, by conversions and loads alike; two calls do it."""
     path = stored(tmp_path / "in", sample)
     quant = {sample.name: "nf4"}
     for attempt in (

@@ -45,7 +45,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_safetensors_reads_it(source: Path, tmp_path: Path) -> None:
-    """safe_open accepts every file, and finds the names, shapes and values."""
     quiet(source, tmp_path / "out", dtype="float16", max_shard_size="500kB")
     before = tensors_of(source)
     found: set[str] = set()
@@ -63,7 +62,6 @@ def test_safetensors_reads_it(source: Path, tmp_path: Path) -> None:
 
 
 def test_tinygrad_reads_it(source: Path, tmp_path: Path) -> None:
-    """tinygrad's own safe_load finds the same bytes."""
     state = needs.module("tinygrad.nn.state")
     quiet(source, tmp_path / "out", dtype="float16")
     found = state.safe_load(str(tmp_path / "out" / SINGLE))
@@ -74,7 +72,6 @@ def test_tinygrad_reads_it(source: Path, tmp_path: Path) -> None:
 
 
 def test_transformers_reads_it(llama: Any, tmp_path: Path) -> None:
-    """from_pretrained finds a real Llama's dtype and its values."""
     torch = needs.module("torch")
     transformers = needs.module("transformers")
     model, folder = llama

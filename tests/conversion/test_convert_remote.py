@@ -55,7 +55,6 @@ def test_a_long_tokenizer_is_read_once(options: dict[str, str], count: int, tmp_
 
 
 def test_it_is_the_same_as_from_the_folder(folder: Path, site: Site, tmp_path: Path) -> None:
-    """The same files, tokenizer included; each byte of data is asked for once."""
     convert(site.url, tmp_path / "far", dtype="float16", progress=False)
     quiet(folder, tmp_path / "near", dtype="float16")
     assert shown(tmp_path / "far") == shown(tmp_path / "near")
@@ -265,7 +264,6 @@ def test_a_page_is_no_file_of_a_model(folder: Path, site: Site, tmp_path: Path) 
 
 
 def test_a_page_is_no_configuration(site: Site, tmp_path: Path) -> None:
-    """Without one the folder would not open: one clear error, and nothing is made."""
     site.always["/config.json"] = Answer(200, ranges=False, body=PAGE)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         convert(site.url, tmp_path / "out", progress=False)
@@ -273,7 +271,6 @@ def test_a_page_is_no_configuration(site: Site, tmp_path: Path) -> None:
 
 
 def test_long_files_beside_are_not_held(folder: Path, site: Site, tmp_path: Path) -> None:
-    """They pass through memory in pieces; a line that is cut is no end."""
     table = json.dumps({"words": "x" * 60_000_000}).encode()
     site.files["/tokenizer.json"] = site.files["/merges.txt"] = table
     cut, cuts = Answer(cut=20_000_000, ranges=False), site.acts["/tokenizer.json"]
@@ -317,7 +314,6 @@ def test_a_long_file_that_does_not_end_as_json(folder: Path, site: Site, tmp_pat
 
 
 def test_files_beside_that_are_too_long_are_left(folder: Path, site: Site, tmp_path: Path) -> None:
-    """More than 256 MiB is no table of words: it is named in the report."""
     said = {"Content-Length": str(2**28 + 1)}
     site.always["/merges.txt"] = Answer(200, said, ranges=False, body=bytes(2**20 + 1), cut=2**21)
     report = convert(site.url, tmp_path / "out", progress=False)

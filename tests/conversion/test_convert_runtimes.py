@@ -57,7 +57,6 @@ def test_floats_become_halves(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_config_json_says_what_readers_look_for(tmp_path: Path, name: str) -> None:
-    """The keys before transformers 5, at the top; what was there stays."""
     rope = {"rope_theta": 5e5, **LLAMA3}
     path = source(tmp_path / "in", rope_theta=None, rope_parameters=rope, tie_word_embeddings=None)
     report = quiet(path, tmp_path / "out", runtime=name)
@@ -246,7 +245,6 @@ def test_mlx_computes_what_has_other_settings(tmp_path: Path, family: str) -> No
 
 @pytest.mark.slow
 def test_mlx_computes_the_same(trained: Path, tmp_path: Path) -> None:
-    """mlx-lm gives transformers' logits; of what transformers saved it takes another rope."""
     utils, mx = needs.runtime("mlx_lm.utils"), needs.runtime("mlx.core")
     torch, transformers = needs.module("torch"), needs.module("transformers")
     quiet(trained, tmp_path / "out", runtime="mlx", dtype="float32", max_shard_size="100kB")

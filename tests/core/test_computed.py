@@ -80,7 +80,6 @@ def test_counters_and_masks_that_a_torch_module_does_not_have(tmp_path: Path) ->
 
 
 def test_tensors_of_tinygrad_that_are_no_parameters(tmp_path: Path) -> None:
-    """Rotary frequencies and counters stay as they are; statistics must be there."""
     tinygrad = needs.module("tinygrad")
     needs.device("CPU")
 

@@ -30,7 +30,6 @@ def test_all_22_of_the_format() -> None:
 
 @pytest.mark.parametrize("dtype", BY_CODE.values(), ids=str)
 def test_numpy_has_the_same(dtype: DType) -> None:
-    """numpy's or ml_dtypes' dtype of that name is of that size; below a byte there is none."""
     found = dtype.numpy
     if dtype.bits < 8:
         assert found is None

@@ -59,7 +59,6 @@ V1_UNLIMITED = 2**63 - 4096
     ],
 )
 def test_what_users_write(value: object, device: str, size: Size | None) -> None:
-    """Bytes, sizes, percentages, None and mappings are read, and devices found by any spelling."""
     assert Budget.parse(value).for_device(device) == size  # type: ignore[arg-type]
 
 
@@ -130,7 +129,6 @@ def test_the_line_that_gives_the_host_more(devices: Any) -> None:
 
 
 def test_a_budget_is_plain_frozen_data() -> None:
-    """It equals and hashes by value, survives pickling, and parses to itself."""
     budget = Budget({"CPU": "80%", "CL:0": "3GB"}, host="32MiB")
     assert budget == Budget({"tinygrad:CL": 3 * 10**9, "cpu": "80.0%"}, host=32 * MIB)
     assert hash(budget) == hash(pickle.loads(pickle.dumps(budget)))
@@ -142,7 +140,6 @@ def test_a_budget_is_plain_frozen_data() -> None:
 
 
 def test_resolving_needs_what_is_free_only_where_it_matters() -> None:
-    """Stated bytes stand on their own; fractions and guesses need to know what is free."""
     budget = Budget({"CL": "3GB", "CPU": "80%"})
     assert [budget.is_stated(device) for device in ("CL", "CPU", "CUDA", STAGING)] == (
         [True, False, False, True]
@@ -159,7 +156,6 @@ def test_resolving_needs_what_is_free_only_where_it_matters() -> None:
 
 @given(percent=st.integers(1, 10_000), free=st.integers(0, 2**60))
 def test_percentages_are_exact(percent: int, free: int) -> None:
-    """A percentage of two decimals is that part of what is free to the byte, rounded down."""
     text = f"{percent // 100}.{percent % 100:02}%"
     assert Budget(text).resolve("CL", free) == percent * free // 10_000
 
@@ -642,7 +638,6 @@ def test_cpus_inside_a_real_cgroup() -> None:
 
 
 def test_the_ledger_counts_and_refuses() -> None:
-    """Up to the last byte; a refusal names the numbers and counts nothing."""
     ledger = Ledger({"CL": 100, STAGING: 10})
     ledger.reserve("CL", 60)
     ledger.reserve("tinygrad:cl:0", 40)
@@ -672,7 +667,6 @@ def test_a_lease_ends_with_its_block() -> None:
 
 
 def test_misuse_of_the_ledger() -> None:
-    """Unknown devices, negative sizes, and releasing more than is held raise and count nothing."""
     ledger = Ledger({"CL": 100, "CPU": 5})
     ledger.reserve("CL", 10)
     with pytest.raises(LookupError, match="no budget for CUDA; it has: CL, CPU"):
@@ -700,7 +694,6 @@ class Yielding(int):
 
 
 def test_the_ledger_under_threads() -> None:
-    """Eight threads that reserve and release at once never pass the budget nor lose a byte."""
     ledger = Ledger({"CL": 1000})
     start = threading.Barrier(8)
     refused = [False] * 8

@@ -199,7 +199,6 @@ def test_a_plain_load_looks_for_no_entry_point(site: Path) -> None:
 
 
 def test_a_row_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A UserWarning gives its entry point and the reason; the other rows are there."""
     points = [
         metadata.EntryPoint("one", "sys:nothing", "streamload.devices"),
         metadata.EntryPoint("two", "sys:path", "streamload.devices"),

@@ -217,7 +217,6 @@ CHILDREN = {
 def test_a_child_imports_nothing_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[[Path], None]
 ) -> None:
-    """A folder of downloads may have files of the names of modules: none runs in a child."""
     folder = tmp_path / "downloads"
     folder.mkdir()
     for name in ("json", "os", "numpy", "jinja2", "torch", "platform", "streamload"):

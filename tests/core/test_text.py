@@ -34,7 +34,6 @@ def _refused(call: Callable[[], Any]) -> str:
 
 
 def test_no_report_and_no_error_has_control_characters(tmp_path: Path) -> None:
-    """Comparisons, checks, plans, loads, conversions, warnings and errors, as they are printed."""
     large = np.full(4, 1e6, "<f4").tobytes()
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     names = [_KEPT, f"{_KEPT}2"]

@@ -80,7 +80,6 @@ except streamload.errors.DeviceNotFoundError as error:
 def test_a_device_whose_compiler_is_missing_is_not_found(
     tmp_path: Path, checkpoint: Path, bare_path: str
 ) -> None:
-    """Without clang tinygrad's CPU does not work, even with a warm compile cache; others do."""
     warm = child(LOAD, tmp_path, checkpoint, "CPU", CACHEDB=str(tmp_path / "tinygrad.db"))
     assert said(warm)["devices"] == ["CPU"]
     cold = child(
@@ -116,7 +115,6 @@ print(json.dumps(asdict(probing.probe("tinygrad", sys.argv[1], full=sys.argv[2:]
 
 @pytest.mark.slow
 def test_a_full_probe_computes_in_every_dtype(tmp_path: Path) -> None:
-    """What fails on a real buffer is broken, whatever tinygrad says, and no noise gets through."""
     done = child(FULL, tmp_path, "CPU", "full")
     found = said(done)
     assert found["works"]
@@ -297,7 +295,6 @@ def _runs(pid: str) -> bool:
 def test_a_probe_that_hangs_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler that never answers leaves no process behind, and is not remembered."""
     clang = tmp_path / "clang"
     clang.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n")
     clang.chmod(0o755)
@@ -368,7 +365,6 @@ def test_a_framework_that_is_not_known_is_refused() -> None:
 
 
 def test_the_framework_of_a_model_is_seen_from_its_tensors() -> None:
-    """In order, a few levels deep, through cycles, and without importing anything."""
     from tinygrad import Tensor
 
     class Model:
@@ -422,7 +418,6 @@ def test_a_wrong_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_probe_imports_nothing_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file among downloads may bear the name of a module: it is not run."""
     (tmp_path / "downloads").mkdir()
     for name in ("json", "numpy", "sitecustomize", "subprocess"):
         text = f"open({str(tmp_path / 'run')!r}, 'w'); raise SystemExit(7)\n"

@@ -108,7 +108,6 @@ def test_a_file_arrives(file: Callable[[bytes], int], nbytes: int, count: int) -
 
 
 def test_slots_with_copies_under_way_are_waited_for(file: Callable[[bytes], int]) -> None:
-    """Those that are said to be busy, before they are filled for the first time."""
     driver, slots = Driver(2000), Slots(2, 1000)
     rows = [slots.rows[0], (*slots.rows[1][:3], True)]
     driver.loop(file(bytes(2000)), _reads(2000, 1000, driver.base), rows)
@@ -139,7 +138,6 @@ def test_a_read_past_the_end_needs_what_there_is(file: Callable[[bytes], int]) -
 
 
 def test_a_file_that_ends_early(file: Callable[[bytes], int]) -> None:
-    """The read that got too little is named; those before it are on their way."""
     driver, slots = Driver(3000), Slots(2, 1000)
     data = bytes([7]) * 2500
     failure = driver.loop(file(data), _reads(3000, 1000, driver.base), slots.rows)
@@ -187,7 +185,6 @@ def _team(driver: Driver, slots: Slots, count: int) -> Team:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_threads_share_reads(file: Callable[[bytes], int], count: int) -> None:
-    """All bytes arrive, call after call and at shifted addresses; slots are filled repeatedly."""
     data = random.Random(count).randbytes(50_500)
     driver, slots = Driver(200_000), Slots(2 * count, 1000)
     fd, team = file(data), _team(driver, slots, count)
@@ -227,7 +224,6 @@ def test_the_first_failure_of_several_threads(file: Callable[[bytes], int]) -> N
 def test_threads_that_cannot_start(
     file: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread reads alone where the system has no more; another error is raised."""
     driver, slots = Driver(5000), Slots(8, 1000)
 
     @contextmanager

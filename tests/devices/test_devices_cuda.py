@@ -108,7 +108,6 @@ except DeviceError as error:
 
 
 def test_bytes_of_a_slot_are_copied_and_all_is_given_back(driver: Path) -> None:
-    """At an offset of the slot, to an address, in the context; closing twice does no harm."""
     _run(
         driver,
         """
@@ -128,7 +127,6 @@ check_clean()
 
 
 def test_memory_that_cannot_be_had_is_given_back(driver: Path) -> None:
-    """With one error that says what was asked for: page-locked memory, and the device's."""
     _run(
         driver,
         """
@@ -149,7 +147,6 @@ check_clean()
 
 
 def test_many_reads_and_copies_in_one_call(driver: Path) -> None:
-    """By the compiled loop; a slot is filled again when its own copies have ended."""
     _run(
         driver,
         """
@@ -172,7 +169,6 @@ check_clean()
 
 
 def test_threads_fill_buffers_again_and_again(driver: Path) -> None:
-    """Each run has a ticket for all its copies, and slots are filled when theirs have ended."""
     _run(
         driver,
         """

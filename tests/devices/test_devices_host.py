@@ -61,7 +61,6 @@ def test_dtypes_below_a_byte_are_refused_by_name(tmp_path: Path, code: str) -> N
 
 
 def test_arrays_of_the_same_dtype_are_written_in_place(tmp_path: Path) -> None:
-    """Whoever else holds the array sees the new values; nested dicts are followed."""
     array = np.zeros((3, 4), np.float32)
     model = {"block": {"w": array}}
     load(model, save(tmp_path, {"block.w": floats(1, 3, 4)}))
@@ -81,7 +80,6 @@ def test_arrays_of_the_same_dtype_are_written_in_place(tmp_path: Path) -> None:
 def test_other_arrays_are_replaced_and_gone(
     tmp_path: Path, make: Callable[[], np.ndarray[Any, Any]]
 ) -> None:
-    """What cannot take the bytes as they are is released, and another array comes."""
     model = {"w": make()}
     gone = weakref.ref(model["w"])
     load(model, save(tmp_path, {"w": floats(1, 3, 4)}), dtype="checkpoint")
@@ -91,7 +89,6 @@ def test_other_arrays_are_replaced_and_gone(
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "float64", "bfloat16"])
 def test_an_array_keeps_its_dtype_and_is_filled(tmp_path: Path, kind: str) -> None:
-    """Whatever float the file has: the array that was passed holds the cast values."""
     array = np.zeros((3, 4), BY_NAME[kind].numpy)
     path = save(tmp_path, {"w": floats(1, 3, 4)}, "BF16")
     model = {"w": array}
@@ -194,7 +191,6 @@ def test_a_mapped_file_that_is_open_for_reading_is_refused_by_name(
 
 
 def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
-    """One array under two names is loaded once, replaced or not."""
     for dtype in (np.float32, np.float16):
         array = np.zeros(5, dtype)
         model = {"a": array, "b": {"c": array}}
@@ -260,7 +256,6 @@ def test_an_invalid_array_raises_whenever_it_is_used(use: str) -> None:
 
 
 def test_a_failed_load_can_be_called_again(tmp_path: Path) -> None:
-    """Where every parameter is invalid the dict still counts as one of arrays."""
     model: dict[str, Any] = {"w": np.zeros(3, np.float32)}
     path = save(tmp_path, {"w": np.array([1e30, 1, 2], np.float32)})
     with pytest.raises(OutOfRangeError) as caught:
@@ -283,7 +278,6 @@ def test_only_a_dict_of_arrays_can_be_filled(tmp_path: Path, model: Any) -> None
 
 
 def test_there_is_one_host() -> None:
-    """It is called host, works, has no cast of its own, and refuses what it cannot do."""
     device = FRAMEWORK.device("HOST")
     assert device.info.host_visible
     assert device.info.shared_memory
@@ -315,7 +309,6 @@ def test_a_window_is_the_arrays_own_memory() -> None:
 
 
 def test_a_load_after_a_failed_one_writes_the_same_array(tmp_path: Path) -> None:
-    """Whoever else refers to it sees the values; tied entries stay tied; meanwhile use raises."""
     array = np.zeros(3, np.float32)
     model: dict[str, Any] = {"w": array, "b": {"c": array}}
     bad = write_safetensors(

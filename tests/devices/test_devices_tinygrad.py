@@ -84,7 +84,6 @@ def full(value: float, *shape: int, device: str, dtype: Any = dtypes.float32) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_same_size_and_dtype_is_written_in_place(tmp_path: Path, device: str) -> None:
-    """A captured TinyJit, eager code and other tensors over the memory all see the new values."""
     values = {"w": floats(1, 8, 8)}
     model = {"w": full(1, 8, 8, device=device)}
     x = full(1, 8, 8, device=device)
@@ -136,7 +135,6 @@ def test_a_dtype_is_kept_through_moves_and_failed_loads(tmp_path: Path, device: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_dtype_replaces_and_the_old_memory_is_gone(tmp_path: Path, device: str) -> None:
-    """Old buffers are dropped before new ones come, and tinygrad's cache keeps none of them."""
     values = {f"w{i}": floats(i, 300 + i, 100) for i in range(5)}
     before = used_nbytes(device)
     model = {k: full(1, *v.shape, device=device) for k, v in values.items()}
@@ -325,7 +323,6 @@ def test_each_device_reads_its_own_shard(tmp_path: Path, lazy: bool, code: str) 
 
 
 def test_a_failed_load_into_shards_is_completed_by_another(tmp_path: Path) -> None:
-    """Whatever shard failed, the tensor raises until all of its shards have been written."""
     model = {"w": Tensor.zeros(4, 4, dtype=dtypes.float16, device="CPU").contiguous()}
     model["w"].shard_(SPREAD, axis=0).realize()
     value = np.ones((4, 4), np.float32)
@@ -345,7 +342,6 @@ def test_a_failed_load_into_shards_is_completed_by_another(tmp_path: Path) -> No
 
 
 def test_shards_stay_where_they_are(tmp_path: Path) -> None:
-    """Another dtype for memory, and another device, are refused before anything is read."""
     for lazy, options, said in (
         (False, {"dtype": "float16"}, "it is one of 2 shards"),
         (True, {"device": "CPU"}, "it is a shard on CPU:1: leave device= away"),
@@ -398,7 +394,6 @@ def test_a_store_that_was_not_run_is_replaced_with_its_memory(tmp_path: Path, de
 
 
 def test_a_model_of_disk_tensors_goes_to_the_device(tmp_path: Path) -> None:
-    """Tensors that tinygrad itself maps from a file hold no memory of a device."""
     path = save(tmp_path, {"w": floats(1, 4, 4)})
     model = {"w": nn.state.safe_load(str(path))["w"]}
     other = save(tmp_path / "other", {"w": floats(2, 4, 4)})
@@ -410,7 +405,6 @@ def test_a_model_of_disk_tensors_goes_to_the_device(tmp_path: Path) -> None:
 
 
 def test_tensors_of_one_memory_and_several_shapes(tmp_path: Path) -> None:
-    """A reshaped tensor is the same parameter, in its own shape, before and after."""
     a = full(1, 6, 4, device="CL", dtype=dtypes.float16)
     model = {"a": a, "flat": a.reshape(24)}
     load(model, save(tmp_path, {"a": floats(1, 6, 4)}), dtype="checkpoint")
@@ -501,7 +495,6 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_invalid_parameter_raises_whenever_it_is_used(tmp_path: Path, device: str) -> None:
-    """It holds no memory, says what happened, and goes on raising until a load completes it."""
     values = {f"w{i}": floats(i, 8) for i in range(10)}
     values["w1"] = np.full(8, 1e6, np.float32)
     path = save(tmp_path, values)
@@ -547,7 +540,6 @@ def test_every_use_of_an_invalid_parameter_raises(device: str, use: str) -> None
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_failed_load_leaves_old_values_where_they_still_are(tmp_path: Path, device: str) -> None:
-    """What was never overwritten nor released is untouched: a lazy initialiser, held memory."""
     values = {"held": np.full(4096, 1e6, np.float32), "lazy": np.full(64, 1e6, np.float32)}
     path = save(tmp_path, values)
     lazy = Tensor.ones(64, device=device) * 3
@@ -612,7 +604,6 @@ def stream_to(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_in_is_exact(tmp_path: Path, way: str) -> None:
-    """All 16-bit codes (subnormal halves too), odd sizes and small chunks arrive bit for bit."""
     rng = np.random.default_rng(5)
     tensors: dict[str, Any] = {
         "half": ("F16", (65536,), np.arange(65536, dtype="<u2").tobytes()),
@@ -754,7 +745,6 @@ print(json.dumps([peak - base, predicted, report.resident_nbytes]))
     ),
 )
 def test_memory_stays_at_what_the_plan_says(tmp_path: Path, device: str, dtype: str) -> None:
-    """By the kernel's own count: weights, staging and scratch, and a few MB for all the rest."""
     small = save(tmp_path / "small", {"w": floats(1, 1000)}, dtype)
     large = save(tmp_path / "large", {f"w{i}": floats(i, 4_000_000) for i in range(8)}, dtype)
     done = subprocess.run(
@@ -843,7 +833,6 @@ def test_a_freed_buffer_of_the_size_is_taken_again_and_no_other_stays() -> None:
 
 
 def test_opening_a_device_says_what_it_is() -> None:
-    """The largest allocation, the memory and the granularity come from the driver."""
     info = ours.FRAMEWORK.device("CL").info
     assert info.host_visible
     assert info.shared_memory
@@ -890,7 +879,6 @@ def fail(model: Any, folder: Path, **arguments: Any) -> Path:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_load_after_a_failed_one_writes_the_same_memory(tmp_path: Path, device: str) -> None:
-    """What a TinyJit has captured sees the new values, and the memory stays counted."""
     model: dict[str, Any] = {"w": full(1, 64, 64, device=device)}
     model["same"] = Tensor(model["w"].uop)
     model["flat"] = model["w"].reshape(4096)
@@ -1033,7 +1021,6 @@ def test_memory_under_a_lazy_graph_that_is_held_leaves_it_as_it_was(
 
 
 def test_memory_under_lazy_graphs_is_counted_once() -> None:
-    """Not what is a parameter's own, not twice, and not the seeds of lazy initialisers."""
     own, shared = full(1, 4096, device="CPU"), full(1, 8192, device="CPU")
     model = {
         "own": own,

@@ -96,7 +96,6 @@ def run(driver: Path, path: Path, code: str, **variables: str) -> None:
 
 
 def test_a_load_is_exact_and_leaves_nothing_behind(driver: Path, path: Path) -> None:
-    """Raw and cast, from a thread that has no context; none is left current there."""
     run(
         driver,
         path,
@@ -231,7 +230,6 @@ def test_a_device_that_nobody_looks_at_is_planned_as_cuda(path: Path) -> None:
 
 
 def test_weights_are_written_in_place_or_replaced(driver: Path, path: Path) -> None:
-    """The same memory, or the old memory given back first; copies of tinygrad's own are done."""
     run(
         driver,
         path,

@@ -99,7 +99,6 @@ def test_the_generic_path_stages_on_any_backend() -> None:
 
 
 def test_a_device_cast_is_at_its_place_and_right() -> None:
-    """Raw bits are cast by torch into a part of the buffer; the rest stays."""
     device = TorchDevice("cpu")
     codes = np.arange(1 << 16, dtype="<u2").tobytes()
     expected = bytearray(len(codes))
@@ -158,7 +157,6 @@ def test_memory_that_cannot_be_had_is_an_error_with_the_bytes(kind: Any) -> None
 
 
 def test_the_cpu_says_what_it_is() -> None:
-    """Host-visible, of the host's memory, in blocks of 64 bytes, without dtypes below a byte."""
     info = CPUDevice("cpu").info
     assert (info.name, info.framework) == ("cpu", "torch")
     assert (info.host_visible, info.shared_memory, info.granularity_nbytes) == (True, True, 64)
@@ -181,7 +179,6 @@ def test_names_are_torchs_with_an_index(name: str, canonical: str) -> None:
     "name", ["cuda:99", "xpu", "mps", "hpu", "mtia", "privateuseone", "meta", "cpu:-1", "floppy"]
 )
 def test_a_device_that_is_not_here_is_an_error_with_its_name(name: str) -> None:
-    """Whatever torch raises for it: it is DeviceNotFoundError, at once and from a load."""
     with pytest.raises(DeviceNotFoundError) as caught:
         FRAMEWORK.device(name)
     assert caught.value.device.partition(":")[0] == name.partition(":")[0]
@@ -276,7 +273,6 @@ class Everything(nn.Module):  # type: ignore[misc, name-defined]
 
 
 def test_names_are_those_of_state_dict() -> None:
-    """Parameters and persistent buffers, nested in any container, under torch's own names."""
     module = Everything()
     found = [name for p in FRAMEWORK.parameters(module) for name in p.names]
     assert sorted(found) == sorted(module.state_dict())
@@ -285,7 +281,6 @@ def test_names_are_those_of_state_dict() -> None:
 
 
 def test_every_place_is_loaded(tmp_path: Path) -> None:
-    """Each of them gets the checkpoint's values, on meta and on the CPU."""
     want = {
         name: torch.full_like(tensor, i)
         for i, (name, tensor) in enumerate(Everything().state_dict().items())
@@ -301,7 +296,6 @@ def test_every_place_is_loaded(tmp_path: Path) -> None:
 
 
 def test_dicts_may_nest(tmp_path: Path) -> None:
-    """Names of nested dicts are joined by dots; what is no tensor is left alone."""
     model: dict[str, Any] = {"a": {"b": {"c": numbers(2)}, "n": 3}, "x.y": numbers(1), "s": "text"}
     load(model, save(tmp_path, {"a.b.c": numbers(2, seed=1), "x.y": numbers(1, seed=2)}))
     assert same_bits(model["a"]["b"]["c"], numbers(2, seed=1))
@@ -310,7 +304,6 @@ def test_dicts_may_nest(tmp_path: Path) -> None:
 
 
 def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
-    """A nested dict beside a dotted key that spells the same name is an error, not half a load."""
     model = {"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}
     with pytest.raises(ValueError, match=r"a\.b"):
         load(model, save(tmp_path, {"a.b": numbers(2)}))
@@ -366,7 +359,6 @@ TIED = [tied_by_object, tied_by_memory, tied_by_module]
 @pytest.mark.parametrize("make", TIED)
 @pytest.mark.parametrize("dtype", [None, "float64"])
 def test_tied_weights_stay_tied(tmp_path: Path, make: Callable[[], Any], dtype: str | None) -> None:
-    """One parameter with two names, in place and replaced; either name fills both."""
     for stored in ("0.weight", "1.weight"):
         module = make()
         identities = [id(layer.weight) for layer in module]
@@ -396,7 +388,6 @@ def test_a_failed_load_does_not_part_what_is_tied(
 
 
 def test_tied_on_meta_are_tied_when_loaded(tmp_path: Path) -> None:
-    """A parameter that two layers share on the meta device is one parameter after the load."""
     with torch.device("meta"):
         module = tied_by_object()
     load(module, save(tmp_path, {"0.weight": numbers(4, 4)}), device="cpu")
@@ -405,7 +396,6 @@ def test_tied_on_meta_are_tied_when_loaded(tmp_path: Path) -> None:
 
 
 def test_a_tie_whose_values_differ_is_refused(tmp_path: Path) -> None:
-    """Two names of one parameter, stored twice, must hold the same bytes."""
     both = {"0.weight": numbers(4, 4), "1.weight": numbers(4, 4)}
     load(tied_by_memory(), save(tmp_path, both))
     both["1.weight"] = numbers(4, 4, seed=1)
@@ -497,7 +487,6 @@ def test_what_is_no_block_of_bytes_is_refused_by_name(tmp_path: Path, kind: str)
 
 
 def test_parts_of_one_tensor_are_written_where_they_are(tmp_path: Path) -> None:
-    """Views of a larger tensor are written in place; another dtype would part them: refused."""
     flat = torch.zeros(20)
     module = nn.Module()
     module.a = nn.Parameter(flat[:8].view(2, 4))
@@ -548,7 +537,6 @@ def overlapping(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["shifted", "transposed", "of another dtype"])
 def test_parameters_that_overlap_are_refused(tmp_path: Path, kind: str) -> None:
-    """One would overwrite the other: the error names both, and nothing was written."""
     module = overlapping(kind)
     path = save(tmp_path, {name: torch.ones_like(p) for name, p in module.named_parameters()})
     with pytest.raises(StateDictMismatchError, match="shares memory with"):
@@ -591,7 +579,6 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", HOLDERS)
 @pytest.mark.parametrize("make", [linear, lambda: tied_by_memory()])
 def test_memory_that_others_hold_is_not_released(kind: str, make: Callable[[], Any]) -> None:
-    """Release says so and leaves object, values, address and grad; then the holder goes."""
     module = make()
     name, weight = next(module.named_parameters())
     weight.grad = torch.ones(4, 4)
@@ -610,7 +597,6 @@ def test_memory_that_others_hold_is_not_released(kind: str, make: Callable[[], A
 
 
 def test_a_cycle_of_garbage_does_not_hold_memory() -> None:
-    """What only a dead cycle refers to is collected before release gives up."""
     module = linear()
 
     class Node:
@@ -635,7 +621,6 @@ def test_a_graph_over_a_leaf_notices_that_it_was_replaced(tmp_path: Path) -> Non
 
 
 def test_a_graph_over_half_written_memory_notices(tmp_path: Path) -> None:
-    """After a load that failed in the middle, backward() through the old values raises."""
     module = linear()
     loss = (torch.ones(2, 4, requires_grad=True) @ module.weight).sum()
     parameter(module, "weight").invalidate(keep=True)
@@ -708,7 +693,6 @@ def test_an_optimizer_goes_on_with_the_loaded_weights(tmp_path: Path, dtype: str
 
 
 def test_grads_stay_with_parameters_that_are_written_in_place(tmp_path: Path) -> None:
-    """They are the caller's; those of replaced parameters belong to values that are gone."""
     module = linear()
     path = save(tmp_path, {"weight": numbers(4, 4)})
     module.weight.grad = torch.ones(4, 4)
@@ -811,7 +795,6 @@ def test_a_load_in_inference_mode_leaves_parameters_that_train(
 def test_modules_made_in_inference_mode_can_be_loaded_and_used(
     tmp_path: Path, outside: bool, dtype: str | None
 ) -> None:
-    """In place and replaced, inside and outside of that mode: forward works, the bits are right."""
     with torch.inference_mode():
         module = linear()
     path = save(tmp_path, {"weight": numbers(4, 4)})
@@ -907,7 +890,6 @@ def test_nothing_is_computed_with_an_invalid_tensor(use: str, kind: Callable[[An
 
 
 def test_invalid_twice_is_invalid_once() -> None:
-    """Failures in a row do not pile up: the object that stood there first comes back."""
     module = linear()
     weight = module.weight
     for _ in range(3):

@@ -37,7 +37,6 @@ CODES = {"int8": "I8", "uint8": "U8", "float32": "F32"}
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", LAYERS)
 def test_the_product_is_that_of_the_decoded_weight(format: str, device: str) -> None:
-    """Within rounding, in the dtype of the activations, for a batch of prompts and for a vector."""
     offsets = np.arange(24, dtype=np.float32)
     layer, weight = made(format, 24, 192, device, bias=Tensor(offsets, device=device))
     for dtype, shape in [("float16", (2, 5, 192)), ("float32", (2, 5, 192)), ("float32", (192,))]:
@@ -279,7 +278,6 @@ def test_what_is_no_linear_is_left_and_named() -> None:
 
 
 def test_sharded_linears_are_named_as_such(tmp_path: Path) -> None:
-    """They are Linears, on several devices; a model that has others quantises these."""
     weight = np.ones((64, 64), np.float32)
     tensors = {f"{name}.weight": ("F32", weight.shape, weight.tobytes()) for name in "ab"}
     path = write_safetensors(tmp_path / "model.safetensors", tensors)
@@ -392,8 +390,6 @@ def test_a_load_puts_the_layers_in_place(tmp_path: Path, format: str) -> None:
 
 @pytest.mark.parametrize("format", ["int8", "q8_0", "q4_0"])
 def test_shared_weights_are_held_once(tmp_path: Path, format: str) -> None:
-    """A layer that stands twice, a tensor of two Linears, and another tensor of the same memory."""
-
     class Shared:
         def __init__(self) -> None:
             one, two, three = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False)

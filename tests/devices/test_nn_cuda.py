@@ -45,7 +45,6 @@ def takes_kernel(y):
 
 
 def test_a_few_tokens_are_one_kernel(driver: Path) -> None:
-    """Of every format, within rounding, on both devices, with a bias, at once and by TinyJit."""
     code = """
 half, single = np.float16, np.float32
 eps = {single: 2.0**-23, half: 2.0**-10}
@@ -73,7 +72,6 @@ for seed in range(4):
 
 
 def test_others_take_the_expression(driver: Path) -> None:
-    """More tokens, a variable number, other dtypes and widths, and a buffer at an odd address."""
     code = """
 layer, _ = made("q8_0", 8, 64, "CUDA")
 assert takes_kernel(layer(on(vectors(1, product.MOST_TOKENS, 64))))

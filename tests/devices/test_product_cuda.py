@@ -36,7 +36,6 @@ def operand(name: str, of: Matrix) -> Any:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("name", FORMS)
 def test_products_are_within_rounding(name: str, seed: int) -> None:
-    """Random shapes and numbers of vectors, in every dtype, alone and as a CUDA graph."""
     random = np.random.default_rng(seed)
     rows, width = int(random.integers(1, 700)), 256 * int(random.integers(1, 18))
     tokens = int(random.choice([1, 2, 3, 4, 5, 17]))

@@ -252,7 +252,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_device_is_what_the_driver_says() -> None:
-    """Its own way in; memory by the driver; a probe that computes on every dtype."""
     from streamload.devices.probing import probe
     from streamload.devices.tinygrad import device as ours
 
@@ -362,7 +361,6 @@ MODES: Mapping[str, tuple[str | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_every_mode_is_exact(request: pytest.FixtureRequest, size: str, mode: str) -> None:
-    """Whatever the model holds, however the bytes come and whatever casts them."""
     path = request.getfixturevalue(size)
     holds, arguments = MODES[mode]
     model = None if holds is None else empty_model(path, holds or None)
@@ -379,7 +377,6 @@ def test_every_mode_is_exact(request: pytest.FixtureRequest, size: str, mode: st
 
 
 def test_the_weights_compute(tmp_path: Path) -> None:
-    """A matrix product with loaded weights gives numpy's numbers, eagerly and captured."""
     from tinygrad import Tensor, TinyJit
 
     rng = np.random.default_rng(1)
@@ -446,7 +443,6 @@ HELD: Mapping[str, tuple[str | None, str]] = {
 
 
 def test_the_device_holds_what_was_planned_and_no_more(large: Path) -> None:
-    """By the driver's count, at any moment; of new weights, to the block of 2 MiB in the end."""
     from streamload.devices.tinygrad.device import FRAMEWORK
 
     for dtype in ("float16", "float32"):
@@ -485,7 +481,6 @@ def test_the_device_holds_what_was_planned_and_no_more(large: Path) -> None:
 
 
 def test_the_budget_is_exact(large: Path) -> None:
-    """What was predicted is enough; 1 MiB less is refused before anything is allocated."""
     predicted = load(None, large, dtype="checkpoint").predicted_nbytes["CUDA"]
     gc.collect()
     load(None, large, dtype="checkpoint", budget=predicted)
@@ -691,7 +686,6 @@ def test_a_few_tokens_take_a_compiled_kernel(format: str) -> None:
 def test_a_captured_model_takes_compiled_kernels(
     format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs of them and tinygrad's own compute what tinygrad's alone do."""
     from nn_helpers import Transformer, fill, quantised
     from tinygrad import Tensor, TinyJit
 

@@ -81,7 +81,6 @@ def check(report: Any, path: Path, model: Any = None) -> None:
 def test_a_meta_module_arrives_bit_for_bit(
     tmp_checkpoint: Callable[..., Path], dtype: str | None
 ) -> None:
-    """Raw, narrowed and widened; the device's peak is the prediction at most."""
     path = tmp_checkpoint(150_000_000, shards=3)
     model = nn_model(path)
     report = streamload.load_state_dict(model, path, budget="2GB", device="cuda:0", dtype=dtype)
@@ -96,7 +95,6 @@ def test_a_meta_module_arrives_bit_for_bit(
 
 
 def test_loading_again_writes_in_place(tmp_checkpoint: Callable[..., Path]) -> None:
-    """The same memory, also after earlier kernels that still read it were queued."""
     path = tmp_checkpoint(100_000_000)
     model = nn_model(path)
     streamload.load_state_dict(model, path, budget="1GB", device="cuda:0")
@@ -148,7 +146,6 @@ def test_every_cast_gives_the_same_bits(tmp_checkpoint: Callable[..., Path], cas
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_allocator_takes_what_was_planned(seed: int) -> None:
-    """Random allocations in turn: reserved memory grows as the plan says, each time."""
     rng = random.Random(seed)
     sizes = [
         rng.choice((rng.randrange(4096), rng.randrange(3 * MIB), rng.randrange(64 * MIB)))
@@ -172,7 +169,6 @@ def test_what_does_not_fit_names_what_would(tmp_checkpoint: Callable[..., Path])
 
 
 def test_two_devices_share_a_model(tmp_checkpoint: Callable[..., Path]) -> None:
-    """Each holds its part, right, and the map has accelerate's form."""
     path = tmp_checkpoint(100_000_000)
     model = nn_model(path)
     other = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
@@ -187,7 +183,6 @@ def test_two_devices_share_a_model(tmp_checkpoint: Callable[..., Path]) -> None:
 
 
 def test_memory_that_torch_refuses(tmp_checkpoint: Callable[..., Path]) -> None:
-    """An allocation that fails in the middle leaves every parameter in a stated condition."""
     path = tmp_checkpoint(200_000_000)
     model = nn_model(path)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -246,7 +241,6 @@ def test_what_was_seen_of_a_gpu_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
 def test_matrices_are_transposed_on_the_way(tmp_path: Path, dtype: str) -> None:
-    """Slabs of columns go through staging; the cast is made on the host or on the GPU."""
     whole = torch.randn(1501, 2003).bfloat16()
     path = tmp_path / "model.safetensors"
     save_file({"w": whole}, path)
@@ -267,7 +261,6 @@ def test_matrices_are_transposed_on_the_way(tmp_path: Path, dtype: str) -> None:
 
 
 def test_rows_change_on_the_way(tmp_path: Path) -> None:
-    """Functions get rows on the host, and their results go to the GPU."""
     whole = torch.randn(3001, 1003).bfloat16()
     path = tmp_path / "model.safetensors"
     save_file({"w": whole, "v": whole[:7].clone()}, path)

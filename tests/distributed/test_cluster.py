@@ -196,7 +196,6 @@ def test_the_storage_counts_what_it_sends(tmp_path: Path) -> None:
 
 
 def test_two_clusters_stand_side_by_side() -> None:
-    """Names and addresses of one are nothing to another, and it stays when the other goes."""
     with ExitStack() as one, cluster(2) as other:
         first = one.enter_context(cluster(2))
         assert first.hosts[0].address == other.hosts[0].address
@@ -219,7 +218,6 @@ def test_nothing_stays_of_a_cluster_that_is_left_by_an_error() -> None:
 
 
 def test_nothing_stays_of_a_cluster_that_fails_half_way(tmp_path: Path) -> None:
-    """Where a late step fails, the hosts that were made are removed, and the error comes out."""
     before = set(_descendants(os.getpid()))
     with (
         pytest.raises(OSError, match="nowhere cannot be served"),

@@ -588,7 +588,6 @@ def with_budgets(path: Path, budgets: Sequence[Any], **options: Any) -> list[Any
 
 
 def test_the_budget_is_exact(path: Path) -> None:
-    """What the ranks say that they need is enough, and a byte less on one of them is not."""
     low, high = 0, PLENTY
     while high - low > 1:  # the least that both can do with
         middle = (low + high) // 2
@@ -910,7 +909,6 @@ def test_a_loss_in_every_stage(number: int, path: Path) -> None:
     ],
 )
 def test_a_loss_while_replicas_are_exchanged(rank: int, silent: bool, tmp_path: Path) -> None:
-    """The load ends within the timeout; parameters are in the condition that the error states."""
     tensors = {f"t{n}": ("U8", (2**21,), bytes([n]) * 2**21) for n in range(12)}
     path = write_safetensors(tmp_path / "m.safetensors", tensors)
     models = [{name: np.zeros(2**21, np.uint8) for name in tensors} for _ in range(3)]

@@ -470,7 +470,6 @@ def test_a_rank_whose_file_is_gone_is_named(llama: Path, tmp_path: Path) -> None
 def test_what_began_ends_where_another_rank_cannot(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that fails while it loads ends the offload of all: threads, slots and weights."""
     made: list[Any] = []
     run_ = Prepared.run
 

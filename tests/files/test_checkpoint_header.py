@@ -341,7 +341,6 @@ def test_there_are_at_least_forty_malformed_headers() -> None:
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_malformed_file_is_refused_with_the_facts(tmp_path: Path, bad: Bad) -> None:
-    """Each malformed file is one error of one class that names file, tensor, expected and found."""
     path = write(tmp_path, bad.content)
     with pytest.raises(CheckpointError) as raised:
         read_header(path)

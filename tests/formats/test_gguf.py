@@ -422,7 +422,6 @@ def test_blocks_for_a_model_of_other_names(tmp_path: Path, dtype: str | None) ->
     ),
 )
 def test_nodes_load_what_one_process_does(kind: str | None, split: str, tmp_path: Path) -> None:
-    """Rows, transposes and blocks come out alike on ranks of a group."""
     model = small_model("gpt2")
     tensors = tensors_of(model)
     types = quantized_types(tensors, kind) if kind else {}

@@ -82,7 +82,6 @@ def test_plain_state_dict_lists_every_tensor(small_checkpoint: Path) -> None:
 
 
 def test_two_devices_prints_the_plan_and_where_things_are(small_checkpoint: Path) -> None:
-    """The example of two devices says which layers go where, and puts the tensors there."""
     needs.device("CPU")
     said = _run("two_devices.py", small_checkpoint, "--budgets", "500kB", "500kB")
     assert "CPU     embedding, layer" in said

@@ -138,7 +138,6 @@ def test_what_cannot_be_served_is_an_error(tmp_path: Path) -> None:
 def test_a_checkpoint_is_loaded_from_it(
     tmp_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """streamload reads a sharded checkpoint there, every byte of data once."""
     needs.module("httpx2")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     folder = tmp_checkpoint(1_000_000, shards=2)

@@ -160,7 +160,6 @@ def test_a_preset_has_the_published_number_of_parameters(preset: str, numel: int
 
 
 def test_what_is_there_is_not_overwritten(small_checkpoint: Path) -> None:
-    """Writing to a folder with something in it is refused, in one line, and nothing changes."""
     before = {f: hashlib.sha256(f.read_bytes()).digest() for f in small_checkpoint.iterdir()}
     done = _run(
         sys.executable, ROOT / "scripts/make_checkpoint.py", small_checkpoint, "--size", "1MB"

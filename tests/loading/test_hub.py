@@ -160,7 +160,6 @@ def test_what_names_none(repo: Hub, written: str, said: str) -> None:
 
 
 def test_a_commit_is_pinned_before_the_first_header(repo: Hub) -> None:
-    """A branch that moves during the load changes nothing."""
     checkpoint = streamload.open_checkpoint(NAME)
     repo.add(NAME, files_of(arrays("a", "b", "c", "d", seed=1)), LATER)
     assert_right(load(checkpoint, fetch="stream"))
@@ -790,7 +789,6 @@ def test_no_log_shows_a_signature(repo: Hub, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_interrupt_leaves_nothing_half_written(repo: Hub, tmp_path: Path) -> None:
-    """Whole files stay; the load can be made again."""
     checkpoint = streamload.open_checkpoint(NAME)
     second = f"/{hashlib.sha256(FILES[SECOND]).hexdigest()}"
 

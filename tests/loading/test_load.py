@@ -135,7 +135,6 @@ def test_into_a_model_of_tinygrad(tmp_path: Path, name: str) -> None:
 
 
 def test_into_a_nested_dict_of_arrays(tmp_path: Path) -> None:
-    """Names are the keys with dots; what matches is written in place, the rest is replaced."""
     path = write(tmp_path, {"a.w": np.ones(4, np.float32), "b": bf16(1, 2)})
     kept = np.zeros(4, np.float32)
     model = {"a": {"w": kept}, "b": np.zeros(2, np.float32)}

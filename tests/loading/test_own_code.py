@@ -195,7 +195,6 @@ def test_names_are_those_that_torchs_code_gives(
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_code_that_needs_values_is_refused_by_module(tmp_path: Path, name: str) -> None:
-    """Nothing is touched; the line in the error loads what torch loads."""
     (make, problem), given = REFUSED[name], {"progress": False, "strict": False}
     model, state = make()
     path = stored(tmp_path, state)

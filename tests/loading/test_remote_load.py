@@ -64,7 +64,6 @@ def test_a_load_is_the_same_as_from_the_folder(
 
 
 def test_only_what_is_wanted_is_read(folder: Path, site: Site) -> None:
-    """Of the data, ranges of the tensors that the model has, each byte once."""
     checkpoint = streamload.open_checkpoint(site.url)
     headers = len(site.requests)
     wanted = [name for name in checkpoint.tensors if "layers.0.self_attn" in name]

@@ -151,7 +151,6 @@ def test_json_holds_the_plan(path: Path) -> None:
 
 
 def test_what_was_left_out_is_in_the_table(path: Path) -> None:
-    """Skipped, missing and tied names are counted beside the tensors."""
     array = np.zeros((2, 2), np.float32)
     model = {"exact": array, "again": array, "more": np.zeros(1)}
     report = streamload.load_state_dict(model, path, strict=False, progress=False)

@@ -146,7 +146,6 @@ def test_a_module_is_what_torch_would_have_loaded(
 
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "transformer"])
 def test_a_loaded_module_computes_and_trains(tmp_path: Path, name: str) -> None:
-    """Outputs and gradients are those of the module that was saved; a step changes the weights."""
     torch.manual_seed(0)
     x = {"mlp": (4, 5), "convolutions": (2, 3, 9, 9), "transformer": (2, 7, 16)}[name]
     saved = randomize(MODELS[name](), 1).eval()

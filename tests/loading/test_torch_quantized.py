@@ -296,7 +296,6 @@ def one_linear(inputs: int, outputs: int) -> Any:
 def test_a_load_that_fails_is_completed_by_another(
     saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some modules have their parts, the others hold nothing readable; again gives all."""
     expected, path = saved
     data = path.read_bytes()
     model = empty()

@@ -192,7 +192,6 @@ def test_host_memory_keeps_layers(wide: Path) -> None:
 
 
 def test_a_loop_over_layers_computes_under_the_budget(wide: Path) -> None:
-    """Slots are filled again when the device has computed with them, and all goes back."""
     given = {name: value for name, value in CUDA.items() if name != "progress"}
     expected = streamload.load_state_dict(None, wide, **given).state_dict
     budget = sum(tensor.nbytes for tensor in expected.values()) * 2 // 3

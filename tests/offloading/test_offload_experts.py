@@ -230,7 +230,6 @@ def test_only_chosen_experts_are_read(saved: Saved) -> None:
 
 
 def test_the_kernel_counts_what_is_read(mixtral: Saved) -> None:
-    """Bytes that passes read of the file are those that the report tells."""
     with mixtral.offloaded(mixtral.least, reader="pread") as (model, offloaded):
         logits(model)  # threads start, and headers are checked
         told, counted = offloaded.report.read_nbytes, read_by_process()
@@ -620,7 +619,6 @@ def visit(cache: ExpertCache, layer: int, chosen: list[int]) -> list[int]:
 
 
 def test_what_is_chosen_least_often_makes_room() -> None:
-    """The expert with the fewest choices goes, in whichever layer it is."""
     cache = ExpertCache([4, 4], 4)
     for _ in range(3):
         visit(cache, 0, [0, 1])

@@ -192,7 +192,6 @@ def test_tiny_budgets_to_everything(aligned: Path, x: torch.Tensor) -> None:
 
 
 def test_file_that_becomes_shorter_is_an_error(aligned: Path, x: torch.Tensor) -> None:
-    """While nothing computes, the file is let go; later passes say what happened to it."""
     model, handle = offloaded(aligned)
     with handle, torch.no_grad():
         model(x)

@@ -158,7 +158,6 @@ def test_a_model_that_runs_inside_of_a_layer(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_a_refusal_that_a_hook_catches(tmp_path: Path) -> None:
-    """The layer around it keeps its slot: two calls of another are refused, and it is right."""
     model, whole = _pair(tmp_path, "llama", 0.7)
     expected, refused = models.logits(whole), 0
     residency = model.streamload_offload.plan.residency

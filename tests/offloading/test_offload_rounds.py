@@ -211,7 +211,6 @@ def _idle(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_layers_are_right_in_any_order(seed: int, tmp_path: Path) -> None:
-    """In the order that is expected, in others and in jumps; idle ends come in between."""
     rng = random.Random(seed)
     made = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 5))
     with _idle(rng.choice([0.0, 0.01, 2.0])):
@@ -264,7 +263,6 @@ def test_slots_are_gone_between_a_pause_and_what_follows(seed: int, tmp_path: Pa
 
 @pytest.mark.parametrize("seed", range(16))
 def test_errors_are_raised_and_the_next_pass_is_right(seed: int, tmp_path: Path) -> None:
-    """Of reads, staging and copies; none is lost that could have made a pass wrong."""
     rng = random.Random(seed)
     operation = rng.choice(["read", "staging", "copy", "wait"])
     faults = Faults({operation: rng.randrange(1, 60)}, OSError(5, "injected"))

@@ -289,7 +289,6 @@ def test_weights_are_cast_on_their_way(device: str, tmp_path: Path, cast: Any) -
 def test_tied_weights_stream_for_the_head_and_are_gathered_for_the_embedding(
     device: str, tmp_path: Path
 ) -> None:
-    """The head takes the whole weight through a slot, the embedding reads its rows."""
     folder = write(tmp_path / "model", Model(tied=True), without="output.weight")
     expected = resident(folder, device, Model(tied=True))
     model = Model(tied=True)
@@ -474,7 +473,6 @@ def test_a_models_own_tinyjit_is_set_aside_and_comes_back(device: str, folder: P
 
 
 def test_what_cannot_be_is_refused_by_name(device: str, folder: Path, tmp_path: Path) -> None:
-    """Loading, offloading, saving, copying and writing an offloaded model, and using it closed."""
     model = Model()
     budget = least(model, folder, device)
     options = {"device": device, "progress": False}

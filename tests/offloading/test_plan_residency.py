@@ -51,7 +51,6 @@ def _check(layers: list[LayerSize], room_nbytes: int, found: Residency) -> None:
 def test_a_decision_holds_every_layer_once_and_never_takes_more_than_the_room(
     layers: list[LayerSize], share: float
 ) -> None:
-    """What stays and the slots fit, in the order of the model, and every layer is somewhere."""
     room = int(share * _size(layers, tuple(layer.name for layer in layers)))
     found = choose(layers, room)
     assert (found is not None) == (room >= least(layers))

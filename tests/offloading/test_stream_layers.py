@@ -135,7 +135,6 @@ def test_a_loop_outside_of_a_with_block_is_one_pass(path: Path) -> None:
 
 
 def test_a_pass_may_be_left_and_another_begun(path: Path) -> None:
-    """In a with block the slots are kept, whatever a loop met."""
     expected = arrays()
     with streamload.stream_layers(path, device="host", budget=BUDGET) as layers:
         for stop in (0, 1, 4, len(NAMES) - 1):

@@ -225,7 +225,6 @@ def test_a_window_that_is_shorter_than_the_context_is_told() -> None:
 
 
 def test_a_saved_configuration_says_the_same(tmp_path: Path) -> None:
-    """What transformers writes, with everything that it worked out, gives the same cache."""
     transformers = needs.module("transformers")
     for name, config in CONFIGS.items():
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -68,7 +68,6 @@ def matched(checkpoint: Checkpoint, *parameters: Any, keep_on: Any = (), **more:
 
 
 def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
-    """Missing, unexpected, of another shape, and what cannot be written: all names at once."""
     checkpoint = write(tmp_path, a=[1, 2], b=[1, 2, 3], c=[1], extra=[1], view=[1, 2])
     found = matched(
         checkpoint,

@@ -158,7 +158,6 @@ def test_more_nodes_than_layers(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_are_on_both_ends(tmp_path: Path) -> None:
-    """The last node loads the embedding again, under the name of its head."""
     checkpoint = llama(tmp_path, 4, tied=True)
     one = made(checkpoint, {"a": 1700, "b": 1700})
     first, last = one.shares

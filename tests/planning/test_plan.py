@@ -133,7 +133,6 @@ def test_unknown_device_of_a_plan() -> None:
 
 
 def test_the_same_input_gives_the_same_plan(tmp_path: Path) -> None:
-    """Twice from one file, and from a copy of it elsewhere: one digest, whatever the path."""
     digests = set()
     for folder in ("a", "b"):
         path = sparse_llama(tmp_path / folder / "model.safetensors")
@@ -481,7 +480,6 @@ def test_threads_are_what_all_devices_take() -> None:
 
 
 def test_an_infeasible_plan_says_what_would_fit() -> None:
-    """Device, both numbers, the largest tensors, the smaller dtype and how many devices."""
     layers = {f"model.layers.{i}.w": ("F32", [1000_000]) for i in range(8)}
     checkpoint = checkpoint_of(
         {EMBED: ("F32", [500_000]), **layers, "model.norm.weight": ("F32", [1])}
@@ -734,7 +732,6 @@ def test_a_tied_head_away_from_its_embedding_is_a_copy(apart: bool) -> None:
 
 
 def test_parameters_that_have_a_place_stay_there() -> None:
-    """What is bound to a device is, and the split gives the rest to where there is room."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F32", [100]) for i in range(4)})
     wants = [w._replace(device="b") if i < 2 else w for i, w in enumerate(wants_of(checkpoint))]
     plan = plan_of(checkpoint, device_spec("a", 900), device_spec("b", 1300), wants=wants)

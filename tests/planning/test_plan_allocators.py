@@ -227,7 +227,6 @@ def test_segments_are_those_of_a_model_with_addresses(sizes: list[int]) -> None:
 def test_what_is_taken_is_enough_and_not_much_more(
     sizes: list[int], kind: Literal["cuda_caching", "cuda_expandable"]
 ) -> None:
-    """At every moment it holds all blocks, in whole segments, within what the rules can waste."""
     total = 0
     small: list[int] = []
     large: list[int] = []
@@ -254,7 +253,6 @@ def test_what_is_taken_is_enough_and_not_much_more(
 def test_what_comes_later_changes_nothing_before(
     sizes: list[int], more: list[int], kind: AllocatorKind
 ) -> None:
-    """The same sizes take the same, whatever follows; and one call knows nothing of another."""
     first = list(taken(kind, 512, sizes))
     assert list(taken(kind, 512, [*sizes, *more]))[: len(sizes)] == first
     assert list(taken(kind, 512, iter(sizes))) == first
@@ -288,7 +286,6 @@ SHAPES = {
 
 @pytest.mark.parametrize("allocator", ["cuda_caching", "cuda_expandable"])
 def test_peaks_are_those_of_the_allocator(allocator: AllocatorKind) -> None:
-    """Each placement says what it takes, in the order of the stream; the peak is their sum."""
     checkpoint = checkpoint_of(SHAPES)
     plan = plan_of(checkpoint, spec(GIB, allocator))
     sizes = [p.nbytes for p in plan.placements]

@@ -207,7 +207,6 @@ def test_a_split_that_streams_leaves_each_node_its_least(
 @settings(max_examples=few(200), deadline=None)
 @given(data=st.data())
 def test_many_ties_are_counted_once_each(data: st.DataObject) -> None:
-    """Names tied within layers, several to one tensor, cost one copy a node, and the best wins."""
     sizes = data.draw(st.lists(st.integers(0, 30), min_size=4, max_size=8))
     items, _ = decoder(sizes)
     stored = [item.name for item in items]
@@ -338,7 +337,6 @@ def test_nothing_to_split() -> None:
 
 
 def test_the_order_of_the_files_does_not_matter() -> None:
-    """The same tensors in any order give the same units and the same split; names keep order."""
     items = llama_3_8b()
     nodes = [Node(f"n{k}", "3GB") for k in range(7)]
     parts = partition(items, nodes)

@@ -95,7 +95,6 @@ def test_every_tensor_is_a_sequence_of_wants() -> None:
     ],
 )
 def test_plans_are_those_made_one_by_one(allocator: Any, more: Any) -> None:
-    """In all that they say: dtypes, casts, order, bytes, peaks, notes."""
     for seed, host_visible in ((1, True), (2, False)):
         spec = device_spec(
             "d",

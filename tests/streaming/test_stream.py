@@ -164,7 +164,6 @@ def test_every_byte_is_that_of_an_independent_reference(
     cast: str,
     seed: int,
 ) -> None:
-    """Whatever is cut how and read how: each byte is written once, and is what numpy says."""
     shards, wants = made
     device = RecordingDevice(
         host_visible=host_visible, shared_memory=shared_memory, threads=threads, seed=seed
@@ -324,7 +323,6 @@ class OddError(Exception):
 def test_a_failing_operation_ends_the_stream_cleanly(
     tmp_path: Path, host_visible: bool, operation: str, threads: int
 ) -> None:
-    """Whichever call fails: its error comes out, and threads, staging and ledger are in order."""
     write_safetensors(tmp_path / "x.safetensors", some_tensors(8))
     for at in (1, 2, 5):
         error = OddError(f"{operation} {at}")
@@ -410,7 +408,6 @@ def test_an_error_in_progress_comes_out(tmp_path: Path) -> None:
 
 
 def test_a_ledger_without_room_for_staging_refuses_before_anything(tmp_path: Path) -> None:
-    """Staging and scratch are reserved first: nothing was allocated when that fails."""
     path = write_safetensors(tmp_path / "x.safetensors", some_tensors(3))
     device = RecordingDevice()
     run = prepare(path, [device])

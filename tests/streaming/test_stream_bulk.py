@@ -151,7 +151,6 @@ def test_each_device_gets_its_own(tmp_path: Path, other: Any, turn: str) -> None
 
 
 def test_a_device_that_fails_beside_another(tmp_path: Path) -> None:
-    """The error names the device; what is loaded on the other one is right, the rest is gone."""
     happened = 0
     for seed in range(16):
         if enough(happened >= 5):

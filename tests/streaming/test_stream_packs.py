@@ -100,7 +100,6 @@ def test_small_tensors_are_loaded_exactly(tmp_path: Path, device: str, reader: A
 
 
 def test_tensors_of_a_pack_have_memory_of_their_own(tmp_path: Path) -> None:
-    """Each can be resized, and goes when nothing refers to it: none is a view of a larger one."""
     torch = needs.module("torch")
     write(tmp_path, [256] * 100)
     for setting in (False, True):  # in its deterministic mode torch would fill new memory

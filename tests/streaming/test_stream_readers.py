@@ -226,7 +226,6 @@ def test_unknown_choices(disk: Path) -> None:
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("host_visible", [False, True])
 def test_direct_reads_bring_the_right_bytes(disk: Path, host_visible: bool, threads: int) -> None:
-    """Cold, in chunks of an odd size, past the page cache: nothing of it is there afterwards."""
     path = write(disk / "c", 150_000, 1, 70_001)
     device = RecordingDevice(host_visible=host_visible, threads=16)
     made, stats = run(path, device, reader=["direct"], threads=threads, chunk_nbytes=20_001)

@@ -129,7 +129,6 @@ def test_casts_are_the_same_wherever_they_are_made(
 
 
 def test_what_is_cold_is_read_past_the_page_cache(path: Path) -> None:
-    """Auto: direct, and next to nothing of the files is in the page cache afterwards."""
     on_a_local_disk(path)
     report = streamload.load_state_dict(
         None, path, dtype="checkpoint", device="cuda:0", progress=False

@@ -126,7 +126,6 @@ def test_late_copies_in_any_order_fill_modules_right(
     arguments: dict[str, Any],
     seed: int,
 ) -> None:
-    """Whatever the module holds and whatever is cast: each byte arrives once, and right."""
     threads = max(threads, bulk)
     device = RecordedTorchDevice(
         threads=threads, shared_memory=shared_memory, seed=seed, in_bulk=bulk
@@ -326,7 +325,6 @@ def test_the_first_calls_of_a_driver_that_fail(raw: Made, operation: str, at: in
 def test_a_tensor_that_cannot_be_read_is_named(
     raw: Made, disk: Disk, reader: str, threads: int, bulk: bool, kind: str
 ) -> None:
-    """Among many of one slot or call the one with the bad bytes is named; the others are right."""
     infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
     generator = random.Random(f"{reader} {threads} {kind}")
     for chunk_nbytes in (64, 200, 1000) if bulk else (300, 1000, 2**20):
@@ -352,7 +350,6 @@ def test_a_tensor_that_cannot_be_read_is_named(
 def test_bytes_that_come_at_the_second_time_are_right_or_an_error(
     raw: Made, disk: Disk, reader: str, threads: int, bulk: bool
 ) -> None:
-    """Storage that fails once: all is loaded right, or the error names the tensor."""
     infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
     again = 0
     for seed, info in enumerate(infos):

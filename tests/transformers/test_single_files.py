@@ -122,7 +122,6 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_a_file_is_the_pipeline_that_diffusers_makes_of_it(
     tmp_path: Path, make: Callable[[], tuple[Any, files.State]]
 ) -> None:
-    """The same models, dtypes, bits and other components, from rows of the file."""
     file, config = saved(tmp_path, make())
     found = ours(file, config=config, budget="20MB")
     expected = type(found).from_single_file(str(file), config=str(config))

@@ -273,7 +273,6 @@ def test_a_base_gets_a_head_of_another_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["argument", "config"])
 def test_fewer_layers_may_be_asked_for(tmp_path: Path, given: str) -> None:
-    """Layers of the checkpoint that the configuration lacks stay in the file, with a warning."""
     folder = saved(tmp_path, "llama")
     fewer: dict[str, Any] = {"num_hidden_layers": 1}
     if given == "config":
@@ -755,7 +754,6 @@ def test_saving_goes_back_to_the_stored_names(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_told_before_anything_is_read(tmp_path: Path) -> None:
-    """A budget below the weights is an error with the numbers; one that fits is kept."""
     folder = saved(tmp_path, "llama-tied")
     needed = load(folder, budget="1MB").streamload_report
     assert needed.held_nbytes["cpu"] <= 10**6

@@ -309,7 +309,6 @@ def test_is_saved_as_it_was_opened(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_weights_of_bitsandbytes_are_not_copied(tmp_path: Path) -> None:
-    """The parameter stands on the memory that the load filled, and the plan counted."""
     needs_library("bitsandbytes")
     MADE["nf4"][1](tmp_path)
     model = load(tmp_path)

@@ -107,7 +107,6 @@ def values_of(difference: streamload.Comparison) -> ValueDifference:
 
 
 def test_a_checkpoint_is_what_its_sidecar_says(path: Path) -> None:
-    """Every byte is read, whichever way the checkpoint is named."""
     total = sum(len(data) for _, _, data in TENSORS.values())
     told: list[tuple[int, int]] = []
     for where in (path, path / "model.safetensors", str(path), open_checkpoint(path)):
