@@ -334,7 +334,6 @@ def test_budgets_and_where_they_go(
 
 
 def test_patterns_of_dtypes(layers: Path) -> None:
-    """Repeated options are patterns in their order; one without a pattern is for all."""
     out, _ = run(
         *("plan", layers, "--budget", "1MB", "--json"),
         *("--dtype", "*embed*=float32", "--dtype", "float16"),

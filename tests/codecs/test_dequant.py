@@ -208,7 +208,6 @@ def test_every_framework(tmp_path: Path, device: str) -> None:
 def test_a_device_with_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_visible: bool, chunk_nbytes: int
 ) -> None:
-    """What is staged is dequantised by the host; each byte is written once."""
     path = write(tmp_path, [s for s in SAMPLES if "experts" not in s.name], shards=2)
     monkeypatch.setattr(stream_helpers, "open_checkpoint", view)
     device = RecordingDevice(host_visible=host_visible, seed=3)

@@ -115,7 +115,6 @@ def test_loading_again_writes_in_place(tmp_checkpoint: Callable[..., Path]) -> N
 
 @pytest.mark.parametrize("old", ["float32", "float16"])
 def test_old_weights_go_first(tmp_checkpoint: Callable[..., Path], old: str) -> None:
-    """A model of another dtype is replaced within its own size or the new one's."""
     path = tmp_checkpoint(400_000_000)
     others = torch.cuda.memory_reserved()  # a workspace of cuBLAS
     model = nn_model(path, "cuda", getattr(torch, old))

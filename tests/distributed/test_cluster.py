@@ -159,7 +159,6 @@ def test_what_cannot_be_made_is_refused(arguments: dict[str, Any], message: str)
 
 
 def test_a_program_is_what_is_started_and_can_be_killed() -> None:
-    """The process that `exec` gives is the program: its exit status, its signals, its memory."""
     with cluster(1) as made:
         assert made.exec(0, ["sh", "-c", "exit 3"]).wait() == 3
         process = made.exec(0, ["sleep", "60"])
@@ -170,7 +169,6 @@ def test_a_program_is_what_is_started_and_can_be_killed() -> None:
 
 
 def test_a_host_has_the_memory_that_it_is_given(cgroup: Boxes) -> None:
-    """What runs on a host shares its memory; what takes more is killed, and the box says so."""
     take = "import sys; print(len(b'1' * int(sys.argv[1])))"
     with cluster(2, memory_nbytes=100_000_000) as made:
         fits = made.exec(0, [sys.executable, "-c", take, "50000000"], stdout=subprocess.DEVNULL)

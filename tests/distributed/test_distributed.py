@@ -114,7 +114,6 @@ def test_every_parameter_is_loaded_as_by_one_process(split: str, size: int, path
 @pytest.mark.parametrize("mapping", [None, "hf-llama"])
 @pytest.mark.parametrize("dtype", [None, {"*norm*": "float32", "*": "float16"}], ids=str)
 def test_casts_and_mappings(split: str, mapping: Any, dtype: Any, tmp_path: Path) -> None:
-    """Casts, renamed tensors and rows in another order come out as in one process."""
     path = llama(tmp_path / "m", dtype="BF16", shards=3)
     options = {"mapping": mapping, "dtype": dtype}
     reports = succeeded(run(World(3), load(path, split=split, **options)))
@@ -214,7 +213,6 @@ def test_a_plan_says_what_a_rank_will_load(path: Path) -> None:
 
 
 def test_the_group_that_was_given_is_not_closed(path: Path) -> None:
-    """It is used again, after a success and after an error that broke no collective."""
     world = World(2)
     calls = iter(range(10))
     lock = threading.Lock()
@@ -237,7 +235,6 @@ def test_the_group_that_was_given_is_not_closed(path: Path) -> None:
 
 
 def test_outside_a_launcher_it_is_a_load(path: Path, tmp_path: Path) -> None:
-    """Without a group or a launcher one process loads everything, with progress and its report."""
     told: list[tuple[int, int]] = []
     code = """
 import json, sys
@@ -262,7 +259,6 @@ print(json.dumps([len(report.state_dict), [n.tensors for n in report.nodes], tol
 
 
 def test_progress_is_shown_once_for_all(path: Path) -> None:
-    """On rank 0, in its own thread, of the bytes of all ranks; the others show nothing."""
     world = World(3)
     told: list[tuple[int, int, int]] = []
 
@@ -316,7 +312,6 @@ def torch_llama(
 
 
 def test_a_whole_model_on_meta_gets_its_part(path: Path) -> None:
-    """What a rank owns is loaded; everything else stays on the meta device."""
     needs.module("torch")
     models = [torch_llama() for _ in range(3)]
     reports = succeeded(run(World(3), load(path, model=models.__getitem__, device="cpu")))
@@ -334,7 +329,6 @@ def test_a_whole_model_on_meta_gets_its_part(path: Path) -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_model_of_the_part_alone(strict: bool, path: Path) -> None:
-    """A rank builds what the plan says and no more; nothing is missing, nothing unexpected."""
     needs.module("torch")
     models: dict[int, Any] = {}
 
@@ -441,7 +435,6 @@ def test_wrong_numbers_of_layers(options: dict[str, Any], said: str, path: Path)
 
 
 def test_the_cache_is_that_of_the_layers_that_a_rank_has(path: Path) -> None:
-    """``context=`` counts the layers of the whole model, whatever their numbers here."""
     config = json.loads((path / "config.json").read_text())
     windows = ["full_attention"] * 2 + ["sliding_attention"] * (LAYERS - 2)
     config |= {
@@ -466,7 +459,6 @@ def test_the_cache_is_that_of_the_layers_that_a_rank_has(path: Path) -> None:
 
 
 def test_models_that_hold_memory_are_overwritten(path: Path) -> None:
-    """On the CPU already: what is owned is loaded in place, the rest stays as it was."""
     torch = needs.module("torch")
     models = [torch_llama(device="cpu") for _ in range(2)]
     for model in models:
@@ -497,7 +489,6 @@ def test_dicts_of_arrays(path: Path) -> None:
 
 
 def test_names_that_do_not_match(path: Path) -> None:
-    """Strict: the rank that owns it raises, all others name that node. Else it is left out."""
     expected = alone(path)
 
     def model(rank: int) -> dict[str, Any]:
@@ -713,7 +704,6 @@ def test_another_file_on_one_rank(split: str, path: Path, tmp_path: Path) -> Non
     ids=str,
 )
 def test_another_argument_on_one_rank(odd: dict[str, Any], path: Path) -> None:
-    """All refuse to load, and name the rank that asked for something else."""
     found = at_odds(path, {1: odd})
     assert kinds(found) == ["PlanMismatchError"] * 3
     assert all(said.node.endswith("/1") for said in found)
@@ -803,7 +793,6 @@ def test_a_wrong_argument_of_one_rank(wrong: dict[str, Any], path: Path) -> None
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5", None])
 def test_timeouts_are_seconds(timeout: Any, path: Path) -> None:
-    """Anything else is refused before anyone is met."""
     with pytest.raises(ValueError, match="timeout is a number of seconds above zero"):
         distributed.load_state_dict(None, path, timeout=timeout)
 
@@ -824,7 +813,6 @@ def test_what_is_no_group(path: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["crc32", "none"])
 def test_a_replica_that_differs_is_named(verify: str, tmp_path: Path) -> None:
-    """A file with another byte where nobody looked is found by the checksums of what was loaded."""
     path = llama(tmp_path / "model", shards=1, width=64)
     other = tmp_path / "other"
     shutil.copytree(path, other)
@@ -935,7 +923,6 @@ def test_a_loss_while_replicas_are_exchanged(rank: int, silent: bool, tmp_path: 
 
 
 def test_a_loss_while_a_rank_loads_ends_its_load(tmp_path: Path) -> None:
-    """A rank that is busy with its own part stops when it hears that another gave up."""
     big = {f"t{n}": ("U8", (2**20,), bytes([n]) * 2**20) for n in range(40)}
     path = write_safetensors(tmp_path / "m.safetensors", {**big, "z": ("U8", (1,), b"z")})
     begun, fallen = threading.Event(), threading.Event()
@@ -1088,7 +1075,6 @@ def test_real_processes(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_random_clusters_and_faults(seed: int, tmp_path: Path) -> None:
-    """Every run loads the right bytes on all ranks, or raises on every rank within the timeout."""
     random = np.random.default_rng(seed)
     path = llama(
         tmp_path / "m",

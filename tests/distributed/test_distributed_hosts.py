@@ -171,7 +171,6 @@ def test_hosts_of_their_budget_load_what_none_of_them_could(
 def test_storage_sends_the_model_once(
     split: str, count: int, launcher: str, tmp_path: Path
 ) -> None:
-    """Headers to rank 0, and each byte of the tensors to one rank, whoever needs it."""
     need(launcher)
     needs.module("httpx2")
     path = made(tmp_path / "model", 50_000_000, shards=4)
@@ -353,7 +352,6 @@ def refused(hosts: Cluster, out: Path, path: object, /, **asked: Any) -> list[di
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["layers", "replicate"])
 def test_a_node_with_another_file(split: str, tmp_path: Path) -> None:
-    """A checkpoint of the same lengths and of other values ends it for all, naming the node."""
     need("env")
     path = made(tmp_path / "model", 8_000_000)
     other = made(tmp_path / "other", 8_000_000, seed=1)

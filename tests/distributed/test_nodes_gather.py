@@ -120,7 +120,6 @@ EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 1]
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("nbytes", EDGES)
 def test_edges_of_blocks(nbytes: int, size: int, tmp_path: Path) -> None:
-    """A tensor of a byte up to three blocks and one arrives whole on every rank."""
     checkpoint = write(tmp_path, [[nbytes]])
     names = list(checkpoint.tensors)
 
@@ -135,7 +134,6 @@ def test_edges_of_blocks(nbytes: int, size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_tensors_and_workers(seed: int, tmp_path: Path) -> None:
-    """Shards, small and large tensors, some threads; ranks that need less, or nothing."""
     generator = random.Random(seed)
     sizes = [
         [generator.choice([0, 1, 3, 50, *EDGES]) for _ in range(generator.randrange(1, 12))]
@@ -159,7 +157,6 @@ def test_many_tensors_and_workers(seed: int, tmp_path: Path) -> None:
 
 
 def test_what_is_not_whole_is_read_where_it_lies(tmp_path: Path) -> None:
-    """Tensors that are used twice, in rows, or reordered are no part of a block."""
     write_safetensors(
         tmp_path / "model.safetensors",
         {
@@ -201,7 +198,6 @@ def test_bytes_of_lines() -> None:
 
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_a_rank_that_cannot_read(wrong: int, tmp_path: Path) -> None:
-    """It raises its own error; the others end when they are told, and nobody waits for ever."""
     size = 3
     folders = [tmp_path / str(rank) for rank in range(size)]
     checkpoints = [write(folder, [[BLOCK * 20]]) for folder in folders]
@@ -316,7 +312,6 @@ def test_stopping_wakes_who_waits(tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_taken_again_are_an_error(tmp_path: Path) -> None:
-    """A block is given up when all of it was taken; asking again does not wait for ever."""
     checkpoint = write(tmp_path, [[BLOCK * 9]])
     info = next(iter(checkpoint.tensors.values()))
 
@@ -338,7 +333,6 @@ def test_bytes_that_are_taken_again_are_an_error(tmp_path: Path) -> None:
 
 
 def test_what_is_beside_the_blocks_comes_from_the_file(tmp_path: Path) -> None:
-    """Bytes before, between and after shared ranges are read by the rank that asks."""
     checkpoint = write(tmp_path, [[10, 20, 30, 40]])
     path = checkpoint.shards[0].path
     data = path.read_bytes()
@@ -371,7 +365,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_gatherer_is_given_up_at_once(tmp_path: Path) -> None:
-    """Closed before anything was exchanged, it leaves no thread and no memory behind."""
     checkpoint = write(tmp_path, [[BLOCK * 50]])
     world = World(2)
 

@@ -212,7 +212,6 @@ def test_what_launchers_tell(environ: Mapping[str, str], expected: tuple[object,
     ],
 )
 def test_a_launcher_that_makes_no_sense(environ: Mapping[str, str], problem: str) -> None:
-    """A rank outside of the group and variables that are no numbers are named."""
     with pytest.raises(NodeError, match=problem):
         find_launch(environ)
 
@@ -251,7 +250,6 @@ def test_an_mpi_that_is_not_the_launchers() -> None:
 
 
 def test_node_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node is called as STREAMLOAD_NODE_ID says, else as its host."""
     monkeypatch.delenv("STREAMLOAD_NODE_ID", raising=False)
     assert node_name() == socket.gethostname()
     monkeypatch.setenv("STREAMLOAD_NODE_ID", "board-7")
@@ -259,7 +257,6 @@ def test_node_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_raises_waits_for_nobody(tmp_path: Path) -> None:
-    """A program that ends with an exception ends, while other ranks of MPI wait for it."""
     program = tmp_path / "program.py"
     program.write_text(
         "from streamload.distributed.launch import open_group\n"
@@ -330,7 +327,6 @@ def test_many_threads_share_a_store() -> None:
 
 
 def test_a_store_that_is_gone_is_an_error() -> None:
-    """Without a keeper nobody can join, and the error lists the addresses that were tried."""
     wire: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -391,7 +387,6 @@ def is_hung_up(stranger: socket.socket) -> bool:
 
 
 def test_strangers_are_bounded() -> None:
-    """The oldest of too many is hung up on, and ranks are answered beside them."""
     keeper, store, port = two_stores()
     with contextlib.ExitStack() as stack:
         strangers = [
@@ -529,7 +524,6 @@ def test_who_did_not_come_is_named_by_all() -> None:
 
 
 def test_a_rank_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second that says so is refused, and so are those that wait with the first."""
     needs.module("torch")
     import torch.distributed as dist
 

@@ -46,7 +46,6 @@ def moved(path: Path, to: Path) -> Index:
 
 
 def test_every_kind_of_header_comes_back(tmp_path: Path) -> None:
-    """Names, empty tensors, scalars, dtypes below a byte, metadata, paddings: as they were."""
     generator = random.Random(0)
     for shard in range(3):
         tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
@@ -146,7 +145,6 @@ def test_files_of_other_content_are_refused(pair: tuple[Path, Index], where: str
 
 
 def test_digests_are_compared_where_both_have_them(tmp_path: Path) -> None:
-    """One byte that no block has: the sidecars say so; without both, blocks were compared alone."""
     names = ("here", "there")
     data = bytearray(random.Random(1).randbytes(300_000))
     for name in names:
@@ -210,7 +208,6 @@ def test_a_folder_in_the_place_of_a_file(pair: tuple[Path, Index]) -> None:
 
 
 def test_small_and_empty_files(tmp_path: Path) -> None:
-    """Files shorter than a block are compared whole; one without tensors is a file too."""
     write_safetensors(tmp_path / "a/model-1-of-2.safetensors", {})
     write_safetensors(tmp_path / "a/model-2-of-2.safetensors", {"t": ("U8", (3,), b"abc")})
     index = moved(tmp_path / "a", tmp_path / "b")
@@ -237,7 +234,6 @@ def test_urls(tmp_path: Path) -> None:
 
 
 def test_the_version_of_what_a_server_has_goes_along(tmp_path: Path) -> None:
-    """Each rank compares what it is sent with the version whose header rank 0 read."""
     write_safetensors(tmp_path / "x.safetensors", {"a": ("U8", (4,), b"abcd")})
     local = open_checkpoint(tmp_path / "x.safetensors")
     url = Url.parse("http://127.0.0.1:1/x.safetensors")

@@ -56,7 +56,6 @@ def test_members_are_known_by_name_and_host() -> None:
 
 
 def test_a_name_that_two_ranks_end_up_with_is_refused() -> None:
-    """A node id that looks like a numbered one of another node is an error of all."""
     found = run(World(3), meet(names=("a", "a", "a/1")))
     assert {str(error) for error in found} == {"node a/1: is the id of 2 ranks"}
     assert all(type(error) is NodeError for error in found)
@@ -74,8 +73,6 @@ def test_names_that_differ_in_case_alone_are_refused() -> None:
 
 @pytest.mark.parametrize("more", [[], ["something new", 3]], ids=["same length", "longer"])
 def test_another_version_is_refused_by_all(more: list[object]) -> None:
-    """A rank that speaks another version of the protocol is named to all, whatever else it says."""
-
     def body(group: ThreadGroup) -> Any:
         if group.rank != 1:
             return meet()(group)
@@ -105,7 +102,6 @@ def test_an_exchange_gives_everyones_by_rank() -> None:
 
 
 def test_an_error_of_one_is_raised_by_all() -> None:
-    """Who met it raises its own error; all others name its node and say what it met."""
     own = CheckpointError("/m", "is not there")
 
     def body(session: Session) -> Any:
@@ -141,8 +137,6 @@ def test_errors_of_several_are_told_together() -> None:
 
 
 def test_what_json_does_not_have_ends_it_for_all() -> None:
-    """A value that cannot be sent is that rank's error, and no one waits for it."""
-
     def body(session: Session) -> Any:
         return session.exchange("it", lambda: {1, 2} if session.me.rank == 1 else 0)
 
@@ -169,7 +163,6 @@ def test_rank_0_shares_bytes() -> None:
 
 
 def test_a_group_of_one() -> None:
-    """Alone, every stage is over at once, and nothing is started."""
     before = threading.active_count()
     with Session(Alone(), "me", "h", timeout_s=1) as session:
         assert threading.active_count() == before
@@ -231,7 +224,6 @@ def test_a_rank_that_stops_beating_is_named_by_all(lost: int, silent: bool) -> N
 
 
 def test_a_rank_lost_inside_a_collective_is_named() -> None:
-    """The engine's error, which names nobody, becomes that of the node that is silent."""
     world = World(3, timeout_s=SHORT_S)
 
     def watch(rank: int, operation: str) -> None:
@@ -254,7 +246,6 @@ def test_a_rank_lost_inside_a_collective_is_named() -> None:
 
 
 def test_a_collective_that_breaks_and_nobody_is_lost() -> None:
-    """Then the engine's own error is raised, with its own cause."""
     world = World(2, timeout_s=SHORT_S)
 
     def body(session: Session) -> Any:
@@ -271,7 +262,6 @@ def test_a_collective_that_breaks_and_nobody_is_lost() -> None:
 
 
 def test_a_store_that_answers_nobody() -> None:
-    """The watchdog of each rank finds rank 0 gone; none waits for the store for ever."""
     world = World(3)
 
     def body(session: Session) -> Any:
@@ -288,8 +278,6 @@ def test_a_store_that_answers_nobody() -> None:
 
 
 def test_who_gives_up_is_named_with_its_reason() -> None:
-    """Its own error goes on there; all others hear of it long before its beats are missed."""
-
     def body(session: Session) -> Any:
         if session.me.rank == 1:
             raise KeyboardInterrupt
@@ -309,7 +297,6 @@ def test_who_gives_up_is_named_with_its_reason() -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_ranks_leave_in_any_order(first: int) -> None:
-    """One that is far ahead with leaving disturbs nobody, and nobody is taken for lost."""
     going = threading.Event()
 
     def body(session: Session) -> Any:
@@ -336,7 +323,6 @@ def test_a_rank_that_comes_much_later_is_waited_for() -> None:
 
 
 def test_beats_that_are_late_are_no_alarm() -> None:
-    """A rank whose calls of the store take a part of the limit is not lost."""
     world = World(3)
     delay = threading.Event()
 
@@ -355,7 +341,6 @@ def test_beats_that_are_late_are_no_alarm() -> None:
 
 
 def test_an_observer_that_was_stopped_accuses_nobody() -> None:
-    """What passed while this process did not run is not counted as another's silence."""
     world = World(2)
     stopped = threading.Event()
 
@@ -375,7 +360,6 @@ def test_an_observer_that_was_stopped_accuses_nobody() -> None:
 
 
 def test_a_loss_is_told_to_who_listens() -> None:
-    """Whoever listens hears of a loss at once, also of one that came before; then no more."""
     world = World(3)
 
     def body(session: Session) -> Any:
@@ -403,8 +387,6 @@ def test_a_loss_is_told_to_who_listens() -> None:
 
 
 def test_progress_is_told_on_rank_0_by_the_thread_that_loads() -> None:
-    """The bytes of all ranks together; no other thread calls what the user gave."""
-
     def body(session: Session) -> Any:
         heart = session.heartbeat
         told: list[tuple[int, bool]] = []
@@ -470,8 +452,6 @@ def test_closing_twice_does_nothing(rank: int) -> None:
 
 @pytest.mark.parametrize("early", [0, 1, 2])
 def test_a_rank_that_ends_before_the_others_is_lost(early: int) -> None:
-    """Ranks that make other calls would wait for each other for ever: they are told instead."""
-
     def body(session: Session) -> None:
         if session.group.rank != early:
             session.exchange("one more stage", lambda: None)

@@ -127,7 +127,6 @@ def test_the_command_shows_what_stays_and_streams_on_each_node(
 
 
 def test_each_node_has_what_it_needs_at_least(eight: Path) -> None:
-    """A slot for the largest layer and all that stays; what has less takes none, or is refused."""
     small = [*boards(2), Node("board-1a", "300MB"), Node("board-2", "1.6GB")]
     found = over(eight, small)
     assert found.plan.devices[2].layers[0] == found.plan.devices[2].layers[1]
@@ -245,7 +244,6 @@ def computed(found: Sequence[Any]) -> Any:
     ids=str,
 )
 def test_logits_are_those_of_the_model_that_is_resident(llama: Path, budgets: list[int]) -> None:
-    """Bit for bit, pass after pass, whichever ranks stream; each keeps its budget."""
     found = begun(llama, budgets)
     try:
         logits = expected(llama)
@@ -424,8 +422,6 @@ def test_a_budget_below_the_least_is_refused_by_all_with_the_numbers(llama: Path
 
 
 def test_ranks_that_ask_for_different_things_are_told(llama: Path) -> None:
-    """What the split depends on must be the same; the host's part is each rank's own."""
-
     def body(group: ThreadGroup) -> Any:
         options: Any = {"budget": 250_000, "device": "cpu", "group": group, "offload": True}
         return distributed.plan(llama, tokens=(8, 16)[group.rank], **options)
@@ -456,7 +452,6 @@ def test_what_is_no_model_of_layers_is_refused(llama: Path) -> None:
 
 
 def test_a_rank_whose_file_is_gone_is_named(llama: Path, tmp_path: Path) -> None:
-    """Before the load: it says which file; the others name it, and hold nothing."""
     away = tmp_path / "away"
     shutil.copytree(llama, away)
     (away / FILE).unlink()
@@ -504,7 +499,6 @@ def start(*arguments: object, ranks: int = 2, folders: Sequence[Path]) -> list[f
 
 
 def test_two_processes_compute_what_one_does(llama: Path, tmp_path: Path) -> None:
-    """The example, where neither budget is enough for its share: the same logits and tokens."""
     out = tmp_path / "logits"
     asked = ("--budget", "200kB", "--count", "3", "--logits", out)
     processes = start(*asked, folders=[llama, llama])

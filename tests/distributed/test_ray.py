@@ -145,7 +145,6 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_each_node_holds_its_part(load: Callable[..., Any], tmp_path: Path) -> None:
-    """Tensors are those of a plain load; nodes, layers and reports are in order."""
     with load() as loaded:
         assert [*loaded.actors] == [*loaded.reports] == [*NODES]
         parts = loaded.get([actor.call.remote("copy") for actor in loaded.actors.values()])
@@ -159,8 +158,6 @@ def test_each_node_holds_its_part(load: Callable[..., Any], tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_models_are_called(load: Callable[..., Any]) -> None:
-    """model_fn gets the share, options reach the load, and models compute together."""
-
     def build(share: Any) -> Any:
         import torch
 
@@ -229,7 +226,6 @@ def test_a_node_is_killed_during_a_load(
 def test_loads_go_on_without_lost_nodes(
     load: Callable[..., Any], cluster: Cluster, tmp_path: Path
 ) -> None:
-    """By on_loss="replan" during a load, even without rank 0, and by `recover` after it."""
     path = tmp_path / "model"
     for nodes, lost in ((NODES[1:], NODES[1]), (NODES, NODES[1])):
         if lost not in cluster.nodes:
@@ -281,7 +277,6 @@ def test_plans_that_do_not_fit(load: Callable[..., Any], tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_errors_name_the_node(load: Callable[..., Any], cluster: Cluster, tmp_path: Path) -> None:
-    """Nodes that are missing, busy, without the file, or whose model_fn raises."""
     with pytest.raises(NodeError, match=r"127\.0\.0\.9: .*has 127\.0\.0\.2, .*ray start"):
         load(budget=BUDGET | {"127.0.0.9": PLENTY})
     with pytest.raises(NodeError, match=r"127\.0\.0\.4: .* 2 CPUs .* write num_cpus="):

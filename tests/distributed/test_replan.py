@@ -138,7 +138,6 @@ def test_two_losses_at_once_that_nobody_hears_of(path: Path) -> None:
 
 
 def test_parts_that_are_loaded_stay(tmp_path: Path) -> None:
-    """A rank that is stopped half-way keeps complete tensors, and reads only the others."""
     tensors = {f"t{n:02}": ("U8", (2**18,), bytes([n]) * 2**18) for n in range(40)}
     where = write_safetensors(tmp_path / "m.safetensors", tensors)
     world = World(2, timeout_s=LOSS_S)
@@ -203,7 +202,6 @@ def recovering(world: World, *lost: int) -> Callable[[LoadReport, ThreadGroup], 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 @pytest.mark.parametrize("split", ["layers", "balanced", "replicate"])
 def test_a_loss_after_the_load(split: str, lost: int, path: Path) -> None:
-    """What is held stays, as the same arrays; only what was on the lost rank is read."""
     expected = alone(path)
     world = World(3, timeout_s=LOSS_S)
     reports = left(world, run(world, loading(path, split=split, after=recovering(world, lost))))
@@ -216,7 +214,6 @@ def test_a_loss_after_the_load(split: str, lost: int, path: Path) -> None:
 
 
 def test_a_loss_that_leaves_too_little_memory(path: Path) -> None:
-    """All raise the numbers of one node, and say what would fit; what they hold, they still do."""
     total = sum(map(len, alone(path).values()))
     world = World(3, timeout_s=LOSS_S)
 
@@ -234,7 +231,6 @@ def test_a_loss_that_leaves_too_little_memory(path: Path) -> None:
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_recovery_that_failed_is_tried_again(late: int, tmp_path: Path) -> None:
-    """Ranks wait for each other as in the first, and the lost node is named once one succeeds."""
     where = llama(tmp_path / "m", shards=3)
     shard = sorted(where.glob("*.safetensors"))[1]
     away = shard.with_suffix(".away")
@@ -266,7 +262,6 @@ def test_a_recovery_that_failed_is_tried_again(late: int, tmp_path: Path) -> Non
 
 
 def test_layers_move_where_budgets_demand_it(tmp_path: Path) -> None:
-    """A rank gives layers away if those before them must go to it."""
     where = llama(tmp_path / "m", width=32)
     total = sum(map(len, alone(where).values()))
     world = World(3, timeout_s=LOSS_S)
@@ -401,7 +396,6 @@ def test_a_process_that_is_killed(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_random_losses(seed: int, tmp_path: Path) -> None:
-    """Up to two ranks go at any call: the others load the right bytes, once, or all refuse."""
     chance = np.random.default_rng(seed)
     where = llama(tmp_path / "m", shards=int(chance.integers(1, 4)), seed=seed)
     expected = alone(where)

@@ -197,7 +197,6 @@ def test_a_loss_while_they_load(
 def test_a_loss_after_the_load(
     what: str, rank: int, path: Path, small: Path, tmp_path: Path
 ) -> None:
-    """Those that are left keep what they have, and read the rest."""
     act, _ = lost(what, rank)
     found, seconds = lose(act, rank, 0.3, path, small, tmp_path / "out", recovers=True)
     said = outcome(found, rank, path)

@@ -56,8 +56,6 @@ def test_slices_of_all_ranks_are_the_whole(split: str, reader: str, path: Path) 
 
 
 def test_casts_and_renames(path: Path) -> None:
-    """Slices are cast like whole tensors, and rules hold for the names in the checkpoint."""
-
     def rename(name: str) -> str:
         return f"m.{name}"
 
@@ -79,7 +77,6 @@ def test_rows_in_another_order_are_cut_at_heads(path: Path) -> None:
 
 
 def test_a_slow_store_is_read_once(tmp_path: Path) -> None:
-    """Of files behind a URL, ranks exchange what several need: each byte is sent once."""
     path = llama(tmp_path / "model", shards=1, width=128)
     (path / "model.safetensors.index.json").unlink()
     (file,) = path.glob("*.safetensors")
@@ -98,7 +95,6 @@ def test_a_slow_store_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_model_of_slices_is_filled_in_place(path: Path) -> None:
-    """A rank builds arrays of its slices' shapes; whole ones are refused with both shapes."""
     expected = alone(path)
 
     def shapes(group: ThreadGroup) -> dict[str, Any]:
@@ -171,7 +167,6 @@ def test_refusals(path: Path) -> None:
 
 
 def test_a_family_without_rules(tmp_path: Path) -> None:
-    """A model whose layers nobody knows how to cut is refused by its type; so are heads unknown."""
     path = llama(tmp_path / "model")
     (path / "config.json").write_text('{"model_type": "odd"}')
     for error in run(World(2), load(path, split="tensor")):
@@ -196,7 +191,6 @@ def at(name: str) -> str:
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_quantized_weights_are_cut_at_their_blocks(dtype: str | None, tmp_path: Path) -> None:
-    """Values and their scales alike, as they are stored or dequantized on the way."""
     samples = [
         fp8(at("self_attn.q_proj"), (512, 256)),
         fp8(at("self_attn.o_proj"), (128, 512)),

@@ -153,7 +153,6 @@ def test_a_load_of_a_file_that_changes(
 def test_a_cast_of_a_file_that_changes(
     tmp_path: Path, adversary: Adversary, leased: bool, act: str
 ) -> None:
-    """As a load without a cast, by the map and by pread; without a model nothing is kept."""
     data = np.arange(1, 500_001, dtype=np.uint16).tobytes()
     values = {f"t{i}": ("BF16", [500_000], data) for i in range(8)}
     path = aged(write_safetensors(tmp_path / "bf16.safetensors", values))
@@ -169,7 +168,6 @@ def test_a_cast_of_a_file_that_changes(
 def test_a_parameter_that_was_finished_is_taken_back(
     path: Path, adversary: Adversary, leased: bool
 ) -> None:
-    """Of new memory too, in a module: without a lease it is on the meta device afterwards."""
     torch = needs.module("torch")
     module = torch.nn.Module()
     for name in VALUES:
@@ -358,7 +356,6 @@ def test_a_file_of_which_nothing_is_read_now_holds_nobody_for_long(
 
 @pytest.mark.parametrize("leased", [True, False])
 def test_a_lease_is_given_back(path: Path, leased: bool) -> None:
-    """However a reader ends; a map is for files with a lease alone, and the reader says so."""
     header = read_header(path)
     with writer(path, leased):
         choice = choose_reader(path, "mmap")
@@ -517,7 +514,6 @@ def race(path: Path, runs: int, seed: int) -> None:
 
 
 def test_a_few_races(path: Path) -> None:
-    """Loads with every reader, with and without a lease, of a file that changes at any moment."""
     race(path, runs=40, seed=1)
 
 

@@ -334,7 +334,6 @@ def second_opinion(path: Path) -> str | None:
 
 
 def test_there_are_at_least_forty_malformed_headers() -> None:
-    """The table is not cut short by accident, and every case has a name of its own."""
     assert len(BAD) >= 40
     assert len({bad.name for bad in BAD}) == len(BAD)
 
@@ -374,7 +373,6 @@ def test_safetensors_refuses_it_too_or_it_is_known_why_not(tmp_path: Path, bad: 
 
 
 def test_file_cut_off_anywhere_is_truncated(tmp_path: Path) -> None:
-    """Every proper prefix of a valid file is a TruncatedFileError with the lengths as facts."""
     path = write_safetensors(
         tmp_path / "a.safetensors",
         {"x": ("F32", (3,), bytes(12)), "y": ("U8", (5,), bytes(5)), "z": ("U8", (0,), b"")},
@@ -464,7 +462,6 @@ def accepted(tmp_path: Path, content: bytes) -> Header:
 
 @pytest.mark.parametrize("code", BY_CODE)
 def test_every_dtype_of_the_format_is_known(tmp_path: Path, code: str) -> None:
-    """All 22 dtypes are read; those below a byte count in bits."""
     dtype = BY_CODE[code]
     nbytes = dtype.bits  # of 8 elements
     header = accepted(tmp_path, header_bytes({"a": entry(code, [2, 4], 0, nbytes)}) + bytes(nbytes))
@@ -473,7 +470,6 @@ def test_every_dtype_of_the_format_is_known(tmp_path: Path, code: str) -> None:
 
 
 def test_empty_tensors_may_lie_at_any_boundary(tmp_path: Path) -> None:
-    """Tensors without elements take no bytes, before, between and after others."""
     header = accepted(
         tmp_path,
         header_bytes(

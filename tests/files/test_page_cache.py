@@ -116,7 +116,6 @@ def large(_large: Path) -> Path:
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 4 * MIB, 4 * MIB + 1, 20 * MIB])
 def test_fraction_of_a_file(folder: Path, nbytes: int) -> None:
-    """None, all, and a half of a file are told apart, and asking brings nothing in."""
     path = write(folder / "f", nbytes)
     for _ in range(2):
         assert resident_fraction(path) == 0
@@ -267,7 +266,6 @@ def test_what_the_load_brought_in_is_dropped_behind(
 @pytest.mark.parametrize("kind", ["pread", "mmap"])
 @pytest.mark.parametrize("stop_nbytes", [8 * MIB, 48 * MIB, 60 * MIB])
 def test_what_was_read_ahead_is_dropped(large: Path, kind: ResolvedKind, stop_nbytes: int) -> None:
-    """Of a file that is read in part, pages that the kernel still reads ahead go, too."""
     cache = prepare("drop")
     for _ in load(large, cache, kind, 1, stop_nbytes):
         pass
@@ -326,7 +324,6 @@ def test_what_was_resident_before_stays(large: Path, kind: ResolvedKind, share: 
 
 
 def test_bytes_that_are_read_again_are_dropped_again(large: Path) -> None:
-    """A range that several parameters share does not pile up, before the shard is closed."""
     cache = prepare("drop")
     with closing(cache.open(large)) as shard, open_reader(large, LARGE, "pread") as reader:
         for _ in range(2):
@@ -472,7 +469,6 @@ def test_shard_that_is_not_there_or_empty(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_open(small: Path) -> None:
-    """No descriptor is left behind, of files that are dropped and of those that are not."""
     before = len(os.listdir("/proc/self/fd"))
     for kind in ("keep", "drop"):
         for _ in load(small, prepare(kind), "pread", 2):

@@ -69,7 +69,6 @@ def run(program: str, *arguments: object) -> str:
 
 
 def test_local_files_need_no_code_of_servers(tmp_path: Path) -> None:
-    """A load and a conversion of a folder import nothing of HTTP, buckets and the Hub."""
     write_safetensors(tmp_path / "in" / "model.safetensors", {"a": ("F32", [64], bytes(256))})
     program = """
         import sys, streamload
@@ -84,7 +83,6 @@ def test_local_files_need_no_code_of_servers(tmp_path: Path) -> None:
 
 @every_reader
 def test_every_alignment(tmp_path: Path, kind: Kind) -> None:
-    """Any range is read, on and around page borders, at the ends and empty ones."""
     nbytes = 3 * PAGE + 5
     content = write(tmp_path / "f", nbytes)
     edges = sorted(
@@ -106,7 +104,6 @@ def test_every_alignment(tmp_path: Path, kind: Kind) -> None:
 
 @every_reader
 def test_read_into_any_kind_of_memory(tmp_path: Path, kind: Kind) -> None:
-    """Memory of another item size, and part of a larger one, is filled as bytes."""
     content = write(tmp_path / "f", 100)
     with open_reader(tmp_path / "f", 100, kind) as reader:
         words = np.zeros(10, np.uint64)
@@ -137,7 +134,6 @@ def test_range_outside_of_the_file_is_the_callers_mistake(tmp_path: Path, kind: 
 
 @every_reader
 def test_view_kept_too_long_breaks_nothing(tmp_path: Path, kind: Kind) -> None:
-    """Arrays and slices of a view stay readable after it and its reader, and hide no error."""
     content = write(tmp_path / "f", 3 * PAGE)
     kept: list[object] = []
     reader = open_reader(tmp_path / "f", 3 * PAGE, kind)
@@ -153,7 +149,6 @@ def test_view_kept_too_long_breaks_nothing(tmp_path: Path, kind: Kind) -> None:
 
 @every_reader
 def test_view_cannot_be_used_after_the_with(tmp_path: Path, kind: Kind) -> None:
-    """A view that nothing else refers to is released: using it raises."""
     write(tmp_path / "f", 10)
     with open_reader(tmp_path / "f", 10, kind) as reader:
         with reader.view(0, 10) as view:
@@ -165,7 +160,6 @@ def test_view_cannot_be_used_after_the_with(tmp_path: Path, kind: Kind) -> None:
 
 @every_reader
 def test_threads_share_a_reader(tmp_path: Path, kind: Kind) -> None:
-    """Windows of several threads at once, neighbours and overlapping ones, are all right."""
     nbytes = 16 * MIB + 11
     content = write(tmp_path / "f", nbytes)
     rng = np.random.default_rng(0)
@@ -218,7 +212,6 @@ def test_empty_file_has_an_empty_view(tmp_path: Path) -> None:
 
 
 def test_file_beyond_the_address_space_cannot_be_mapped(tmp_path: Path) -> None:
-    """What the kernel will not map is an error that names the way out."""
     program = """
         import resource, sys
         from pathlib import Path
@@ -549,7 +542,6 @@ def test_kinds_are_what_they_say(tmp_path: Path) -> None:
 
 @every_reader
 def test_nothing_is_read_ahead(tmp_path: Path, kind: Kind) -> None:
-    """After `stop_ahead` no more comes into the page cache than what is read, and it is right."""
     path, at = tmp_path / "file", MIB + 5
     data = write(path, 32 * MIB)
     if choose_reader(path, "auto", whole_slots=False).kind != "mmap":

@@ -109,7 +109,6 @@ class Recording(DirectReader):
 def test_any_range_into_memory_anywhere(
     files: dict[int, tuple[Path, bytes]], data: st.DataObject
 ) -> None:
-    """Any start, length and address give the file's bytes, and no byte beside them is written."""
     nbytes = data.draw(st.sampled_from(SIZES))
     start = data.draw(st.integers(0, nbytes))
     stop = data.draw(st.integers(start, nbytes) | st.just(nbytes))
@@ -129,7 +128,6 @@ def test_any_range_into_memory_anywhere(
 def test_aligned_ranges(
     files: dict[int, tuple[Path, bytes]], nbytes: int, kind: ResolvedKind
 ) -> None:
-    """Of every reader, whole blocks come to the beginning of the memory, past the end as well."""
     path, content = files[nbytes]
     with open_reader(path, nbytes, kind) as reader:
         unit = reader.alignment
@@ -235,7 +233,6 @@ def test_memory_at_odd_addresses_costs_one_megabyte_a_thread(disk: Path) -> None
 
 
 def test_threads_share_a_direct_reader(disk: Path) -> None:
-    """Aligned and other ranges of eight threads at once do not mix."""
     nbytes = 16 * MIB + 11
     content = write(disk / "threads", nbytes)
     rng = np.random.default_rng(0)
@@ -264,7 +261,6 @@ def test_threads_share_a_direct_reader(disk: Path) -> None:
 
 
 def test_page_cache_stays_as_it_is(disk: Path) -> None:
-    """Direct reads bring nothing into the page cache, and do not take away what is there."""
     write(disk / "cold", 4 * MIB)
     for cold in (True, False):
         if cold:
@@ -404,7 +400,6 @@ def test_read_error_is_no_reason_to_fall_back(
 def test_short_reads_are_completed(
     swapped: tuple[DirectReader, bytes], disk: Path, there: int
 ) -> None:
-    """Where a read gives less than was asked for, at any length, the rest is read after it."""
     reader, content = swapped
     (disk / "short").write_bytes(content[:there])
     point_at(reader, disk / "short", os.O_DIRECT)
@@ -419,7 +414,6 @@ def test_short_reads_are_completed(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("left", [0, 1, BLOCK, BLOCK + 100, 2 * BLOCK])
 def test_truncated_while_it_is_read(tmp_path: Path, kind: ResolvedKind, left: int) -> None:
-    """A range of blocks that has lost its end is a TruncatedFileError with both lengths."""
     nbytes = 3 * BLOCK - 7
     write(tmp_path / "f", nbytes)
     with (  # a file that is open for writing has no lease
@@ -594,8 +588,6 @@ def test_memory_for_direct_reads(nbytes: int) -> None:
 
 
 def test_memory_for_direct_reads_goes_with_its_last_view() -> None:
-    """A part that somebody keeps stays readable, and nothing stays behind without one."""
-
     def anonymous_kb() -> int:
         text = Path("/proc/self/status").read_text()
         return int(text.partition("RssAnon:")[2].split()[0])

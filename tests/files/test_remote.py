@@ -112,7 +112,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_served_folder_is_the_same_checkpoint(folder: Path) -> None:
-    """A folder's URL and its index's are what the folder is: names, places, metadata, config."""
     local = open_checkpoint(folder)
     with serve(folder) as site:
         for url in (site.url, site.url + "model.safetensors.index.json"):
@@ -184,7 +183,6 @@ def test_missing_shards_are_named_together(folder: Path) -> None:
 
 
 def test_names_are_quoted(tmp_path: Path) -> None:
-    """A shard's name may have what means something else in a URL."""
     name = "model #1?100%.safetensors"
     write_safetensors(tmp_path / name, {"a": ("U8", [1], b"1")})
     (tmp_path / "x.json").write_text(json.dumps({"weight_map": {"a": name}}))
@@ -222,7 +220,6 @@ def test_a_checkpoint_survives_pickling_with_its_versions(folder: Path) -> None:
 
 
 def test_fingerprints_tell_versions_apart(folder: Path) -> None:
-    """A shard's fingerprint is plain JSON, and changes with the file and not with its signature."""
     name = "/model-00002-of-00002.safetensors"
     with serve(folder) as site:
         url = site.url.rstrip("/") + name
@@ -265,7 +262,6 @@ def test_ranges(site: Site) -> None:
 
 
 def test_threads_read_at_once(site: Site) -> None:
-    """Each thread has a connection of its own: four requests that wait for each other all end."""
     together = threading.Barrier(4)
 
     def meet(handler: Handler, data: bytes) -> None:
@@ -319,7 +315,6 @@ def test_how_a_url_is_read(site: Site) -> None:
 
 @pytest.mark.parametrize("act", [Answer(cut=100_000), Answer(stall=100_000)], ids=["cut", "stall"])
 def test_only_the_rest_is_asked_for_again(site: Site, act: Answer) -> None:
-    """After a body that ends early, or stalls, what is missing is asked for and no more."""
     site.acts["/f"].append(act)
     assert read(site, patience=HASTY) == site.files["/f"]
     assert site.asked("/f") == [(0, NBYTES), (100_000, NBYTES)]
@@ -341,7 +336,6 @@ def test_only_the_rest_is_asked_for_again(site: Site, act: Answer) -> None:
     ids=str,
 )
 def test_what_may_pass_is_tried_again(site: Site, act: Answer) -> None:
-    """Overload, resets and bodies that end early cost another try, and no wrong byte."""
     site.acts["/f"].extend([act, act])
     assert read(site) == site.files["/f"]
     assert len(site.requests) == 3
@@ -395,14 +389,12 @@ def test_a_line_that_is_cut_again_and_again_gets_there(site: Site) -> None:
 
 
 def test_parts_that_are_shorter_than_asked_for(site: Site) -> None:
-    """A server may send less than the range: the rest is asked for, at once."""
     site.always["/f"] = Answer(piece=100_000)
     assert read(site) == site.files["/f"]
     assert site.asked("/f") == [(i * 100_000, NBYTES) for i in range(3)]
 
 
 def test_reading_can_be_stopped(site: Site) -> None:
-    """A call that waits, for as long as the server asked, ends when nobody wants its bytes."""
     site.always["/f"] = Answer(503, {"Retry-After": "100"}, body=b"later")
     with HttpReader(version(site), NBYTES) as reader, ThreadPoolExecutor(1) as pool:
         call = pool.submit(reader.read_into, 0, memoryview(bytearray(1)))
@@ -459,7 +451,6 @@ def test_reading_can_be_stopped(site: Site) -> None:
     ids=lambda value: str(value)[:80],
 )
 def test_what_will_not_pass_is_one_error_at_once(site: Site, act: Answer, problem: str) -> None:
-    """Refusals, ignored ranges and headers that contradict each other are not tried again."""
     site.always["/f"] = act
     error = error_of(lambda: read(site))
     assert problem in str(error)
@@ -507,7 +498,6 @@ def test_odd_times_to_be_asked_again(site: Site, value: str) -> None:
 
 
 def test_odd_versions(site: Site) -> None:
-    """A version may have any letters and any length; it is compared, and shown in short."""
     tag = "\xff\x80" * 20_000
     site.always["/f"] = Answer(headers={"ETag": tag})
     with patiently(SOON, HttpReader, version(site).of_version(f"ETag: {tag}"), NBYTES) as reader:
@@ -635,7 +625,6 @@ def test_a_redirect_is_followed_once(site: Site) -> None:
 
 
 def test_secrets_are_sent_and_not_shown(site: Site, tmp_path: Path) -> None:
-    """User, password and query go to the server that they are for, and into no text."""
     path = write_safetensors(tmp_path / "model.safetensors", {"a": ("U8", [3], b"abc")})
     site.files[NAME] = path.read_bytes()
     where = site.url.replace("http://", "http://user:pass-word@") + "model.safetensors?sig=se-cret"
@@ -695,7 +684,6 @@ def test_huggingface_gets_its_token_and_nobody_else(site: Site, tmp_path: Path) 
 
 
 def test_without_the_extra(site: Site) -> None:
-    """Where httpx2 is not installed, the error says how to get it; files are read as ever."""
     program = """
         import sys
         sys.modules["httpx2"] = None  # as if it were not installed

@@ -58,7 +58,6 @@ def folder(folder: Path) -> Path:
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 def test_a_bucket_is_the_same_checkpoint(scheme: str, bucket: Site, folder: Path) -> None:
-    """By its index, of each kind of store: the same bytes, by requests for one version."""
     index = "model.safetensors.index.json"
     found = open_checkpoint(f"{scheme}://models/llama/{index}")
     assert found.tensors.keys() == open_checkpoint(folder).tensors.keys()
@@ -90,7 +89,6 @@ def test_a_folder_is_listed(listed: bool, bucket: Site, folder: Path) -> None:
 
 
 def test_a_conversion_copies_what_is_listed(bucket: Site, folder: Path, tmp_path: Path) -> None:
-    """The same files as of the folder on this machine, those in inner folders included."""
     streamload.convert("s3://models/llama/", tmp_path / "far", progress=False)
     streamload.convert(folder, tmp_path / "near", progress=False)
     far, near = (
@@ -221,7 +219,6 @@ def test_what_passes_is_tried_again(act: Act, rest: int, bucket: Site) -> None:
     ],
 )
 def test_what_stays_wrong_is_one_error(act: Act, expected: str, bucket: Site) -> None:
-    """A refusal, a short answer or another version is raised at once, without keys."""
     bucket.always[F] = act
     with patiently(SOON, reader, bucket) as open_reader:
         error = error_of(lambda: open_reader.read_into(0, memoryview(bytearray(1000))))
@@ -323,7 +320,6 @@ def test_settings_may_change_between_calls(bucket: Site, monkeypatch: pytest.Mon
 def test_nothing_is_logged(
     bucket: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No record of any library names a key, nor does a report."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", SECRET)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)

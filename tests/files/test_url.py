@@ -166,7 +166,6 @@ ENTRANCES: dict[str, Callable[[Any, Path], object]] = {
 
 @pytest.mark.parametrize("text", BROKEN + UNANSWERED)
 def test_no_error_shows_a_secret(text: str, tmp_path: Path) -> None:
-    """Of a URL that is broken, not supported or not answered, at every entrance."""
     url = text.replace("SECRET", SECRET)
     for call in ENTRANCES.values():
         with fails():
@@ -189,7 +188,6 @@ def run_main(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["s3://u:SECRET@h/x", "http:/u:SECRET@h/x", *UNANSWERED[:2]])
 def test_no_destination_is_a_url(text: str, tmp_path: Path) -> None:
-    """Of whatever kind: it is refused, and no folder of that name is made."""
     write_safetensors(tmp_path / "model.safetensors", {"a": ("U8", [3], b"abc")})
     for destination in (text.replace("SECRET", SECRET), Path(text.replace("SECRET", SECRET))):
         with fails(ValueError):
@@ -215,7 +213,6 @@ def with_secrets(site: Site, name: str = "") -> str:
 
 
 def test_what_is_sent_is_not_shown(site: Site, tmp_path: Path, kept_secret: io.StringIO) -> None:
-    """Loads, plans and conversions send all of it, and keep it from reports, JSON and files."""
     url = with_secrets(site)
     checkpoint = streamload.open_checkpoint(url)
     report = streamload.load_state_dict(None, url, device="host", progress=False)
@@ -337,7 +334,6 @@ def test_a_token_that_cannot_be_sent(
 
 
 def test_others_keep_their_logs(site: Site, kept_secret: io.StringIO) -> None:
-    """What an application asks the same library for is logged as ever, during a load as well."""
     import httpx2
 
     streamload.open_checkpoint(with_secrets(site))
@@ -403,7 +399,6 @@ def test_no_command_shows_a_secret(site: Site, tmp_path: Path, name: str) -> Non
     ],
 )
 def test_what_has_no_secret_is_shown(text: str, shown: str) -> None:
-    """Paths, repositories and addresses without a user or a query are named in full."""
     assert without_secrets(text) == shown
     assert without_secrets(":x?" * 100_000)  # soon
 

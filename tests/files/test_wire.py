@@ -140,7 +140,6 @@ def test_a_try_has_one_deadline(in_phase: Callable[[str], tuple[RawSite, Url]], 
 def test_a_stop_wakes_every_phase(
     in_phase: Callable[[str], tuple[RawSite, Url]], name: str
 ) -> None:
-    """Who reads is woken by a stop from another thread, whatever it waits for."""
     site, url = in_phase(name)
     with patiently(LONG, HttpReader, url, NBYTES) as reader:
         error = begin(reader)
@@ -253,7 +252,6 @@ def test_an_end_that_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stop_leaves_the_connections_of_others(tmp_path: Path) -> None:
-    """A connection that another reader uses now is not shut down with its last reader."""
     whole = os.urandom(NBYTES)
     with serve({"/f": whole}) as site:
         url = Url.parse(site.url + "f").of_version(f'ETag: "{etag(whole)}"')
@@ -362,7 +360,6 @@ ACTS: dict[str, Act] = {
     ["body", *[pytest.param(name, marks=pytest.mark.slow) for name in ACTS if name != "body"]],
 )
 def test_ctrl_c_ends_a_load(tmp_path: Path, name: str) -> None:
-    """Of data that other threads read: within seconds too."""
     path = write_safetensors(tmp_path / "f.safetensors", {"a": ("U8", [NBYTES], bytes(NBYTES))})
     with serve({"/f.safetensors": path.read_bytes()}) as site:
         reached = threading.Event()

@@ -144,7 +144,6 @@ def test_a_folder_that_holds_a_model_twice(tmp_path: Path) -> None:
 
 
 def test_sets_of_files(tmp_path: Path) -> None:
-    """A file may name the others of its set; of a numbered set in a folder all are wanted."""
     names = [f"m-0000{i}-of-00002.tiny" for i in (1, 2)]
     for name, one in zip(names, some().items(), strict=True):
         write_tiny(tmp_path / name, dict([one]), metadata={"siblings": json.dumps(names)})
@@ -180,7 +179,6 @@ def test_over_http(tmp_path: Path) -> None:
 
 
 def test_rows_that_lie_otherwise(tmp_path: Path) -> None:
-    """Permuted rows and transposes come as models have them, into loads and conversions."""
     arrays = some()
     expected = {
         "a.weight": arrays["a.weight"].reshape(1, 2, 3, 4).transpose(0, 2, 1, 3).reshape(6, 4),

@@ -107,7 +107,6 @@ def test_several_dicts_need_a_key(saved: Path) -> None:
 
 @pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
 def test_every_way_to_shard(saved: Path, reader: ReaderKind) -> None:
-    """Rows, columns and boxes, in chunks of 64 KiB and at once, by each reader."""
     expected = of_dcp(saved / "meshes")
     check(saved / "meshes", expected, reader=reader)
     check(saved / "meshes", expected, chunk_nbytes=2**16, threads=2)
@@ -124,7 +123,6 @@ def test_safetensors_of_dcp(saved: Path, form: str) -> None:
 
 
 def test_converts_and_compares(saved: Path, tmp_path: Path) -> None:
-    """Conversion writes whole tensors; a changed file of the folder stops a load."""
     quiet(saved / "meshes", tmp_path / "out", verify=True)
     check(tmp_path / "out", expected := of_dcp(saved / "meshes"))
     assert diff(saved / "meshes", tmp_path / "out", progress=False).ok
@@ -136,7 +134,6 @@ def test_converts_and_compares(saved: Path, tmp_path: Path) -> None:
 
 
 def test_other_processes_and_ranks(saved: Path, tmp_path: Path) -> None:
-    """A pickled checkpoint and the message to other ranks keep the files and the chunks."""
     checkpoint = open_checkpoint(saved / "meshes")
     check(pickle.loads(pickle.dumps(checkpoint)), of_dcp(saved / "meshes"))
     message = write_index(checkpoint)
@@ -166,7 +163,6 @@ def test_files_that_do_not_belong_together(saved: Path, tmp_path: Path) -> None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    """Every dtype and view that torch saves, and tensors without elements."""
     dtypes = ("float64", "float16", "bfloat16", "int32", "int8", "uint8", "bool", "float8_e4m3fn")
     state = {name: torch.arange(6).to(getattr(torch, name)) for name in dtypes}
     state |= {"turned": torch.randn(4, 6).t(), "none": torch.zeros(0, 3), "one": torch.tensor(2.5)}
@@ -199,7 +195,6 @@ def _cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Any, ...]]]:
 def test_any_range_of_any_chunks(
     tmp_path_factory: pytest.TempPathFactory, cut: Any, data: st.DataObject
 ) -> None:
-    """However a tensor is cut, and over however many files: any range of bytes is right."""
     shape, boxes = cut
     folder = tmp_path_factory.getbasetemp()
     whole = np.arange(int(np.prod(shape)), dtype="<u2").reshape(shape)

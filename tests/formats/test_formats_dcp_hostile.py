@@ -316,7 +316,6 @@ def test_hostile_items(tmp_path: Path, name: str) -> None:
 
 
 def test_every_cut(tmp_path: Path) -> None:
-    """Wherever a file ends early, the error says so; sparse gigabytes of metadata are not read."""
     stated = pickle.dumps(metadata())
     for stop in range(0, len(stated), 7):
         with pytest.raises(CheckpointError):
@@ -330,7 +329,6 @@ def test_every_cut(tmp_path: Path) -> None:
 
 
 def test_many_chunks(tmp_path: Path) -> None:
-    """A list of a chunk thousands of times takes no more memory than its pickle's objects."""
     changed = metadata()
     _info(changed).chunks = [_chunk(torch.Size((0, 0)), torch.Size((0, 4)))] * 20_000
     folder = write_folder(tmp_path / "a", pickle.dumps(changed))
@@ -438,7 +436,6 @@ _VALUES = (
 @settings(max_examples=few(900), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_values(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever values the attributes have: our errors only, and what opens can be read."""
     m = metadata()
     info = _info(m)
     places = [SimpleNamespace(found=each) for each in (_place(m), _place(m, 2), *info.chunks, info)]

@@ -77,7 +77,6 @@ def test_every_dtype_comes_back(tmp_path: Path) -> None:
 
 
 def test_several_files(tmp_path: Path) -> None:
-    """No file is longer than asked for, but for a tensor alone; the set is read as one."""
     found = source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa", max_shard_size=4096)
     names = sorted(path.name for path in (tmp_path / "out").glob("*.irpa"))
@@ -452,7 +451,6 @@ def test_iree_writes_the_same(tmp_path: Path) -> None:
 
 
 def test_iree_lists_the_same(tmp_path: Path) -> None:
-    """Names and bytes are those of an archive that its save_archive_file writes."""
     runtime = needs.runtime("iree.runtime")
     found = source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa")

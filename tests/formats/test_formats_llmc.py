@@ -175,7 +175,6 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     ],
 )
 def test_other_models_are_refused(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
-    """One error that says what llm.c takes, before anything is written."""
     write(tmp_path / "in")
     (tmp_path / "in" / "config.json").write_text(json.dumps(CONFIG | config))
     with pytest.raises(CheckpointError, match=f"(?s){problem}"):

@@ -300,7 +300,6 @@ def test_tensors_are_those_of_mlcs_models(tmp_path: Path, name: str, quant: str)
 
 
 def test_layouts_hold_the_same_codes(tmp_path: Path) -> None:
-    """q4f16_0 is q4f16_1 with linear layers transposed, also where Conv1D is transposed before."""
     for name in ("llama", "gpt2"):
         write(tmp_path / name, CONFIGS[name])
         found = {}
@@ -574,7 +573,6 @@ def test_what_mlc_has_no_model_for(
 
 
 def test_invalid_json_is_named(tmp_path: Path) -> None:
-    """A file of the tokenizer that is cut off is one error, before anything is written."""
     write(tmp_path / "in", LLAMA)
     (tmp_path / "in" / "generation_config.json").write_text('{"top_p": ')
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):

@@ -195,7 +195,6 @@ def test_archives_of_other_writers(tmp_path: Path) -> None:
 
 
 def test_crc_is_not_asked_for(tmp_path: Path) -> None:
-    """torch may leave the checksums out, and reads such files."""
     path = tmp_path / "model.pth"
     torch.serialization.set_crc32_options(False)
     try:
@@ -223,7 +222,6 @@ def test_storages_beyond_4_gib(tmp_path: Path) -> None:
 
 
 def test_a_model_of_transformers(tmp_path: Path) -> None:
-    """A folder with pytorch_model.bin opens as with safetensors, also by from_pretrained."""
     transformers = needs.module("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     config = transformers.BertConfig(vocab_size=99, num_hidden_layers=2, **sizes)
@@ -283,7 +281,6 @@ def test_a_model_of_torchvision(tmp_path: Path, name: str, form: str) -> None:
 
 
 def test_converts_and_compares(tmp_path: Path) -> None:
-    """`convert` writes every view as a tensor of its own; `diff` and safetensors agree."""
     path, out = tmp_path / "model.pth", tmp_path / "out"
     torch.save(_views(), path)
     report = quiet(path, out, verify=True, max_shard_size=500)
@@ -369,7 +366,6 @@ def test_a_read_takes_as_long_for_many_views(tmp_path: Path) -> None:
 def test_a_device_with_staging(
     tmp_path: Path, host_visible: bool, reader: ReaderKind, dtype: str
 ) -> None:
-    """Bytes that several tensors share are sent to each; each byte of a device is written once."""
     path = tmp_path / "model.pth"
     value = {f"{i}": filled(5, 3) + i for i in range(40)} | _shared() | _views()
     value = {name: tensor.bfloat16() for name, tensor in value.items() if not tensor.is_complex()}
@@ -386,7 +382,6 @@ def test_a_device_with_staging(
 
 
 def test_any_range_of_views(tmp_path: Path) -> None:
-    """A reader gives any bytes of the file and of its views, also from the middle of elements."""
     path = write(tmp_path / "file", bytes(range(48)))
     table = np.frombuffer(bytes(range(48)), "<u4").reshape(3, 4)
     views = View.strided(64, 0, 4, (4, 3), (4, 16)), View.strided(128, 8, 4, (2, 2), (0, 4))
@@ -421,8 +416,6 @@ def test_residence(tmp_path: Path) -> None:
 
 
 def test_offloads_a_model(tmp_path: Path) -> None:
-    """Layers are computed on in the file, beside a tensor that has strides there."""
-
     class Stack(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -496,7 +489,6 @@ def test_numpy_arrays_and_tinygrad_take_it(tmp_path: Path) -> None:
 
 
 def test_other_processes_and_ranks(tmp_path: Path) -> None:
-    """A checkpoint survives pickling; another rank gets the same one from rank 0's index."""
     path = tmp_path / "model.pth"
     torch.save(_views(), path)
     checkpoint = open_checkpoint(path)

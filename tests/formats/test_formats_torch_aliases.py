@@ -179,7 +179,6 @@ def _check_same(mine: Any, theirs: Any, same: dict[int, int]) -> None:
 
 
 def test_pickles_of_shared_objects() -> None:
-    """Whatever is shared, copied and changed: values, order and identity are those of torch."""
     both = 0
     for seed in range(few(900)):
         data = _Writer(seed).pickle()

@@ -69,7 +69,6 @@ def test_several_dicts_need_a_key(tmp_path: Path) -> None:
 
 
 def test_keys_of_the_same_dict(tmp_path: Path) -> None:
-    """A dict under two keys is one dict of tensors, and both lead to it; a key may have dots."""
     path = tmp_path / "model.pth"
     weights = {"weight": filled(2), "bias": filled(3)}
     torch.save({"state_dict": weights, "state_dict_ema": weights, "a.b": {"c": weights}}, path)

@@ -342,7 +342,6 @@ def test_mutated_archives(tmp_path_factory: pytest.TempPathFactory, data: bytes)
 @settings(max_examples=few(1500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=pickles())
 def test_pickles_of_any_opcodes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    """Nothing but our errors comes out, and what opens can be read."""
     open_hostile(write(tmp_path_factory.getbasetemp() / "opcodes.pth", archive(data)))
 
 

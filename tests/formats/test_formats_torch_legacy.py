@@ -176,7 +176,6 @@ def test_hostile_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_cut(tmp_path: Path) -> None:
-    """Wherever the file ends early, the error says so."""
     path = tmp_path / "model.pth"
     for stop in range(len(LEGACY_HEAD), len(GOOD)):
         with pytest.raises(CheckpointError, match="is cut off"):

@@ -160,7 +160,6 @@ def _changed(data: bytes, name: str, change: Callable[[bytes], bytes | None]) ->
 
 
 def test_parameters_of_a_script(tmp_path: Path) -> None:
-    """The names and values of state_dict(), whatever the file is called."""
     for name in ("model.pt", "model.jit"):
         path = tmp_path / name
         path.write_bytes(_scripted())

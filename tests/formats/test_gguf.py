@@ -70,7 +70,6 @@ def source(request: pytest.FixtureRequest) -> Any:
 
 
 def test_a_model_is_the_source_in_every_entrance(source: Any, tmp_path: Path) -> None:
-    """Names, rows and transposes come as models have them: logits are equal, bit for bit."""
     path, expected = tmp_path / "model.gguf", logits(source)
     write(path, tensors_of(source), config=source.config)
     assert torch.equal(logits(loaded(source, path)), expected)
@@ -89,7 +88,6 @@ def test_a_model_is_the_source_in_every_entrance(source: Any, tmp_path: Path) ->
     "kind", product(["Q8_0", "Q4_1", "MXFP4", "q6_k"], fast=lambda kind: kind == "q6_k")
 )
 def test_blocks_are_dequantized_in_every_entrance(source: Any, kind: str, tmp_path: Path) -> None:
-    """Logits are those of gguf-py's numbers; a conversion gives the same, turned ones too."""
     tensors = tensors_of(source)
     types = quantized_types(tensors, kind.upper())
     if kind == "q6_k":
@@ -144,7 +142,6 @@ def test_diff_compares_in_the_order_of_models(source: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", [*(k.lower() for k in MADE), *(k for k in PACKED if "k" in k)])
 def test_every_type_is_gguf_pys_numbers(kind: str, dtype: str, tmp_path: Path) -> None:
-    """Without a model, and for each dtype: those of gguf-py's dequantiser, cast once."""
     if kind not in (*PACKED, "mxfp4") or kind in ("gguf-mxfp4",):
         pytest.skip("no type of GGUF")
     blocks = random_blocks(kind, 6, 1024)
@@ -161,7 +158,6 @@ def test_every_type_is_gguf_pys_numbers(kind: str, dtype: str, tmp_path: Path) -
 
 
 def test_plain_types_come_as_they_are(tmp_path: Path) -> None:
-    """F32, F16, BF16, F64 and the integers, of one to four axes."""
     rng = np.random.default_rng(0)
     arrays = {
         "f32": rng.standard_normal((3, 4, 5)).astype(np.float32),
@@ -180,7 +176,6 @@ def test_plain_types_come_as_they_are(tmp_path: Path) -> None:
 
 
 def test_inspect_and_plan_show_types(tmp_path: Path, here: Callable[..., tuple[str, str]]) -> None:
-    """The commands take such a file as any; inspect says how weights are quantised."""
     model = small_model("llama")
     tensors = tensors_of(model)
     path = tmp_path / "model.gguf"
@@ -277,7 +272,6 @@ def _split(tmp_path: Path, model: Any) -> list[Path]:
 
 
 def test_sets_of_files(tmp_path: Path) -> None:
-    """Any file of a set, or its folder, is the model; its head may be in the last one."""
     model = small_model("llama")
     files = _split(tmp_path, model)
     whole = tmp_path / "whole.gguf"
@@ -316,7 +310,6 @@ def test_a_projector_beside_a_set(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_set(tmp_path: Path) -> None:
-    """A file without a set, or of another set, in the place of one is an error; no half model."""
     model = small_model("llama")
     files = _split(tmp_path, model)
     alone = tmp_path / files[-1].name
@@ -388,7 +381,6 @@ def test_gpt2_for_linears(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_blocks_for_a_model_of_other_names(tmp_path: Path, dtype: str | None) -> None:
-    """The error's mapping= fills the model with the file's values, also without a dtype."""
     torch, path = module("torch"), tmp_path / "model.gguf"
     tensors = tensors_of(small_model("llama"))
     write(path, tensors, quantized_types(tensors, "Q8_0"), config=small_model("llama").config)

@@ -198,7 +198,6 @@ def test_llama_cpp_runs_blocks_that_are_written(name: str, quant: str, tmp_path:
     ],
 )
 def test_mixtures_equal_llama_cpps(name: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """Every tensor and its type are those of ``llama_model_quantize``."""
     llama_cpp = needs.runtime("llama_cpp")
     model = small_model(name, **more)
     model.save_pretrained(tmp_path / "in")
@@ -275,7 +274,6 @@ def test_experts_whose_rows_are_in_two_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3moe", "gpt-oss", "falcon-40b", "stablelm-12b"])
 def test_sets_of_files(name: str, tmp_path: Path) -> None:
-    """Of any file of a set, tensors have the names and rows that they have in one file."""
     model = small_model(name)
     tensors = tensors_of(model)
     write(tmp_path / "one.gguf", tensors, config=model.config)
@@ -296,7 +294,6 @@ def test_sets_of_files(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "falcon-40b"])
 def test_over_http_and_on_nodes(name: str, tmp_path: Path) -> None:
-    """Rows in turn and by head, and shifted norms, come out alike wherever they are read."""
     model = small_model(name)
     tensors = tensors_of(model)
     matrices = {n: a for n, a in tensors.items() if n.endswith(("qkv.weight", "_exps.weight"))}

@@ -75,7 +75,6 @@ def _ours(files: list[list[Described]]) -> list[bytes]:
 
 
 def test_a_file_equals_gguf_pys(tmp_path: Path) -> None:
-    """The same keys and tensors make the same file, to the last byte."""
     assert _ours([ENTRIES]) == _theirs(tmp_path / "x.gguf")
 
 

@@ -544,7 +544,6 @@ def test_mutated_files_are_valid_or_one_of_our_errors(raw: bytes, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("raw", OTHERS.values(), ids=OTHERS)
 def test_every_setting_at_its_edges(raw: bytes, tmp_path: Path) -> None:
-    """Each number of 32 bits replaced by edges: the file opens, or there is one error."""
     for at in range(24, len(raw) - 4096 - 4):
         for value in (0, 2**16, 2**31, 2**32 - 1):
             changed = bytearray(raw)

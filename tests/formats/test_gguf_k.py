@@ -174,7 +174,6 @@ def test_blocks_of_a_model(family: str, mixture: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHAPES)
 def test_files_equal_llama_cpps(family: str, tmp_path: Path) -> None:
-    """Every tensor, its type and ``general.file_type`` are those of ``llama_model_quantize``."""
     llama_cpp = needs.runtime("llama_cpp")
     source = write_model(tmp_path / "in", family, **SHAPES[family])
     sums = importance_of(plain(source, tmp_path / "f32"))

@@ -40,7 +40,6 @@ def _model(model_type: str, **more: Any) -> transformers.PreTrainedModel:
 
 @pytest.mark.parametrize("model_type", OF_MODEL)
 def test_all_names_go_to_gguf_as_in_its_package_and_back(model_type: str) -> None:
-    """Every tensor of a model has the name that gguf-py's map gives it, and comes back."""
     gguf = pytest.importorskip("gguf")
     architecture = OF_MODEL[model_type]
     kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture.name)
@@ -71,7 +70,6 @@ def test_names_that_are_not_known_stay(name: str) -> None:
 
 
 def test_rows_are_interleaved_as_converters_do() -> None:
-    """Query rows are ordered as llama.cpp's converter orders them: reshape, exchange, reshape."""
     llama = ARCHITECTURES["llama"]
     config = {"num_attention_heads": 4, "num_key_value_heads": 2}
     for name, heads in (("blk.3.attn_q.weight", 4), ("blk.3.attn_k.weight", 2)):

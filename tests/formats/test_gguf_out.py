@@ -41,7 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_equal_gguf_pys(family: str, kind: str, tmp_path: Path) -> None:
-    """Names, types, shapes and bytes are those of gguf-py's tables and its quantiser."""
     source = write_model(tmp_path / "in", family)
     quiet(source, tmp_path / "out", to="gguf", verify=True, **KINDS[kind])
     fields, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
@@ -107,7 +106,6 @@ def test_scaled_rotary_embeddings_are_a_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_vocabulary_is_in_the_metadata(family: str, tmp_path: Path) -> None:
-    """The tokens fill the embedding's rows, and make the same tokenizer again."""
     source = write_model(tmp_path / "in", family)
     (source / "chat_template.jinja").write_text("{{ messages }}")
     quiet(source, tmp_path / "out", to="gguf")
@@ -154,7 +152,6 @@ def test_a_window_that_llama_cpp_does_not_read_is_told(tmp_path: Path) -> None:
 
 
 def test_conversions_are_resumed(tmp_path: Path) -> None:
-    """What is finished is not done again; a finished file is left alone, and read back."""
     source = write_model(tmp_path / "in", "llama")
     quiet(source, tmp_path / "a", to="gguf", quant="q4_0")
     quiet(source, tmp_path / "b", to="gguf", quant="q4_0")
@@ -183,7 +180,6 @@ def test_quantized_weights_are_dequantized(
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_blocks_of_gguf_stay_as_they_are(family: str, tmp_path: Path) -> None:
-    """From a GGUF file of blocks comes the same again, to the last key."""
     source = write_model(tmp_path / "in", family)
     quiet(source, tmp_path / "a", to="gguf", quant="q4_0")
     report = quiet(tmp_path / "a", tmp_path / "b", to="gguf", verify=True)
@@ -400,7 +396,6 @@ def test_what_gguf_cannot_take_is_one_error(case: str, tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_not_refused(tmp_path: Path) -> None:
-    """``exclude`` takes tensors out that GGUF has no name for, as the error says."""
     source = write_model(tmp_path / "in", "gpt2")
     config = json.loads((source / "config.json").read_text())
     shapes = {"wte.weight": (config["vocab_size"], 64), "vision.weight": (2, 64)}

@@ -169,7 +169,6 @@ def test_llama_cpp_runs_a_set_of_files(tmp_path: Path) -> None:
     ],
 )
 def test_transformers_reads_them(family: str, changes: dict[str, int], tmp_path: Path) -> None:
-    """Its own reader of GGUF finds the source's weights and its tokenizer's numbers."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     source = _model(family, tmp_path / "in", **changes)
     quiet(tmp_path / "in", tmp_path / "out", to="gguf")
@@ -197,7 +196,6 @@ def _values(kind: str, shape: tuple[int, ...], data: bytes) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
 def test_tinygrad_opens_them(kind: str, tmp_path: Path) -> None:
-    """Its loader has the same keys, names, shapes and values; of a set, of all files."""
     loader = pytest.importorskip("tinygrad.llm.gguf", reason="tinygrad has no loader of GGUF")
     source = write_model(tmp_path / "in", "qwen3", num_hidden_layers=1)
     quiet(source, tmp_path / "out", to="gguf", max_shard_size="60kB", **KINDS[kind.lower()])

@@ -52,7 +52,6 @@ def _check_same(source: Any, back: Any, samples: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 @pytest.mark.parametrize("bos", [False, True])
 def test_byte_level_there_and_back(pre: str, bos: bool, tmp_path: Path) -> None:
-    """A trained vocabulary goes to GGUF and back, and transformers cuts 200 texts the same."""
     tokenizer = byte_level(pre, bos=bos)
     metadata = _written(tokenizer)
     assert metadata["tokenizer.ggml.pre"] == pre

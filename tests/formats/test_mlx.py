@@ -60,7 +60,6 @@ def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
     ),
 )
 def test_what_mlx_quantised(tmp_path: Path, bits: int, group: int, dtype: str) -> None:
-    """All bits and groups give MLX's elements, whole and in small chunks, and in conversions."""
     expected = write(tmp_path, bits, group, dtype)
     for chunk in (None, 4096):
         found = load(tmp_path, chunk_nbytes=chunk)
@@ -113,7 +112,6 @@ def test_without_a_dtype_codes_stay(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, settings: Any, problem: str) -> None:
-    """The error names the file and the tensor, and config.json's key."""
     write(tmp_path, 4, 64, "bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=problem) as raised:
@@ -148,7 +146,6 @@ def write_model(folder: Path, bits: int = 4, group: int = 32, dtype: str = "floa
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_model(tmp_path: Path) -> None:
-    """A model of transformers gets MLX's elements, with and without a dtype."""
     torch, transformers = needs.module("torch"), needs.module("transformers")
     expected, tokens = write_model(tmp_path), torch.arange(8)[None]
     own = transformers.LlamaForCausalLM(expected.config).eval()

@@ -11,14 +11,12 @@ LIMIT_NBYTES = 100_000_000
 
 
 def test_what_fits_runs_and_is_measured(cgroup: Boxes) -> None:
-    """What fits ends as it would outside; the peak lies between its use and the limit."""
     run = cgroup.run([sys.executable, "-c", "print(len(b'1' * 50_000_000))"], LIMIT_NBYTES)
     assert (run.returncode, run.stdout, run.oom_killed) == (0, "50000000\n", False)
     assert run.peak_nbytes is None or 50_000_000 < run.peak_nbytes <= LIMIT_NBYTES
 
 
 def test_what_does_not_fit_is_killed(cgroup: Boxes) -> None:
-    """A command that takes more than the limit is killed by the kernel, and the box says so."""
     run = cgroup.run([sys.executable, "-c", "b'1' * 200_000_000"], LIMIT_NBYTES)
     assert run.returncode == -9
     assert run.oom_killed

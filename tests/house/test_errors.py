@@ -172,7 +172,6 @@ EXAMPLES.append((OffloadError("is closed"), {"problem": "is closed"}, ("is close
 
 
 def test_the_tree() -> None:
-    """Each error is what it should be, of Python's own kinds too, and there is no other."""
     found = {
         cls
         for _, cls in inspect.getmembers(errors, inspect.isclass)
@@ -202,7 +201,6 @@ def test_facts_and_message(
 def test_errors_travel(
     error: StreamloadError, facts: dict[str, Any], told: tuple[str, ...], how: Any
 ) -> None:
-    """Between processes with class, message, facts, notes and state."""
     error = copy.copy(error)
     error.state = LoadState(("a",), (), ("b", "c"))
     error.add_note("seen")
@@ -229,7 +227,6 @@ def test_the_state_of_a_load() -> None:
 
 
 def test_a_tensor_named_later() -> None:
-    """A reader's error gets the tensor's name where it is known, and keeps class and facts."""
     error = TruncatedFileError("f", "the file ended", expected=10, found=7)
     changed = FileChangedError("f", "has changed", held_back=True).of_tensor("w")
     assert (type(changed), changed.tensor, changed.held_back) == (FileChangedError, "w", True)

@@ -66,7 +66,6 @@ def test_every_example_explains_itself(
 
 
 def test_llama_loads_and_predicts(small_checkpoint: Path) -> None:
-    """The Llama example builds the model from config.json, loads it, and predicts a token."""
     needs.device("CPU")
     said = _run("llama.py", small_checkpoint, "--budget", "2MB", "--device", "CPU")
     assert "budget 2.00 MB" in said
@@ -156,7 +155,6 @@ def test_torch_dispatch_runs_what_accelerate_dispatched(small_checkpoint: Path) 
 
 
 def test_transformers_model_generates_what_transformers_does(small_checkpoint: Path) -> None:
-    """The example of transformers loads under a budget and generates transformers' own tokens."""
     torch = needs.module("torch")
     transformers = needs.module("transformers")
     arguments = ("--device", "cpu", "--budget", "2MB", "--dtype", "float32", "--count", "4")
@@ -170,7 +168,6 @@ def test_transformers_model_generates_what_transformers_does(small_checkpoint: P
 def test_pipeline_predicts_the_same_in_one_process_and_in_two(
     small_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Two ranks that can hold a part each compute the logits of one process, bit for bit."""
     torch = needs.module("torch")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -77,7 +77,6 @@ def test_results_of_todays_sources_have_no_problem(tree: Path) -> None:
 
 @pytest.mark.parametrize("change", ["edit", "add", "remove", "rename"])
 def test_a_changed_room_is_named(tree: Path, change: str) -> None:
-    """Whatever happens to a source of it; other rooms and files that are no source do not count."""
     path = tree / "streamload/streaming/deeper/one.py"
     (path.parent / "notes.txt").write_text("no source")
     (tree / "streamload/formats").mkdir()
@@ -301,7 +300,6 @@ def test_wrong_weights_are_told_from_rounding(tmp_path: Path, kind: str) -> None
 
 @pytest.mark.slow
 def test_rows_run_without_a_gpu(tmp_path: Path) -> None:
-    """Tiny models on the CPU, right beside plain torch."""
     out = tmp_path / "gpu.json"
     command = [sys.executable, SCRIPT, "--rehearse", "--only", "*, 4 shards"]
     command += ["--json", out, "--work", tmp_path]

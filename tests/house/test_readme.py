@@ -109,7 +109,6 @@ def test_blocks_are_run_or_say_that_they_are_not() -> None:
     "page", _each((page for page in _PAGES if _blocks(page, "python")), _LONG_EXAMPLES)
 )
 def test_python_examples_run(page: str, folder: Path) -> None:
-    """Every Python example ends without an error and prints something; a page is one process."""
     blocks = _blocks(page, "python")
     imported = forked.COMMANDS
     for name in ("torch", "transformers", "accelerate"):
@@ -130,7 +129,6 @@ def test_python_examples_run(page: str, folder: Path) -> None:
     "page", _each((page for page in _PAGES if _commands(page)), _LONG_COMMANDS)
 )
 def test_commands_run(page: str, folder: Path) -> None:
-    """Every command of a page ends with exit code 0, after those before it."""
     for command in _commands(page):
         _run([sys.executable, "-m", *shlex.split(command)], forked.COMMANDS, folder)
 

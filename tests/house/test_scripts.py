@@ -53,7 +53,6 @@ def _bits(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
 def test_safetensors_reads_what_is_written(
     tmp_checkpoint: Callable[..., Path], dtype: str, shards: int
 ) -> None:
-    """safetensors' own reader accepts every file; names and shapes are those of the config."""
     folder = tmp_checkpoint(200_000, dtype=dtype, shards=shards)
     config = json.loads((folder / "config.json").read_text())
     shape = mk.LlamaShape(
@@ -93,7 +92,6 @@ def test_data_begins_where_it_is_asked_to(tmp_checkpoint: Callable[..., Path], m
 
 
 def test_the_seed_decides_the_values(tmp_checkpoint: Callable[..., Path]) -> None:
-    """The same seed gives the same values whatever the shards; another gives others."""
     one, same, other = (
         _bits(tmp_checkpoint(seed=seed, shards=shards)) for seed, shards in ((1, 1), (1, 2), (2, 1))
     )
@@ -102,7 +100,6 @@ def test_the_seed_decides_the_values(tmp_checkpoint: Callable[..., Path]) -> Non
 
 
 def test_values_are_those_of_a_model(tmp_checkpoint: Callable[..., Path]) -> None:
-    """Weights are normal with sigma 0.02, norms lie around 1, and every value is finite."""
     tensors = _bits(tmp_checkpoint(2_000_000))
     values = {name: bits.view(BF16.numpy).astype(np.float32) for name, bits in tensors.items()}
     assert all(np.isfinite(v).all() for v in values.values())
@@ -136,7 +133,6 @@ def test_extremes_are_in_the_named_places_only(
 @given(nbytes=st.integers(30_000, 100 * 10**9), dtype=st.sampled_from(mk.DTYPES))
 @settings(max_examples=200)
 def test_the_size_is_met(nbytes: int, dtype: str) -> None:
-    """The shape for a size is never larger, and lacks at most a row of embedding and head."""
     if dtype == "float32":
         nbytes *= 2
     shape = mk.shape_of_size(nbytes, parse_dtype(dtype))
@@ -195,7 +191,6 @@ def test_a_script_is_executable_and_stops_at_the_first_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_explains_itself(name: str) -> None:
-    """`--help` prints the usage, and nothing is set up."""
     done = _run(ROOT / "scripts" / name, "--help")
     assert done.returncode == 0
     assert f"scripts/{name}" in done.stdout

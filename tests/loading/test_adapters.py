@@ -60,7 +60,6 @@ def test_rounded_once_whatever_the_chunks_are(tmp_path: Path, dtype: Any, rslora
 
 
 def test_merged_and_cast_is_rounded_once(tmp_path: Path) -> None:
-    """From bf16 to float32 nothing of the sum is lost on the way; two adapters add up."""
     w = random(0, 20, 12, dtype=ml_dtypes.bfloat16)
     path = tmp_path / "model.safetensors"
     write(path, {"m.weight": w, "e.weight": w})

@@ -67,7 +67,6 @@ def test_a_block_is_made_of_ranges(block: Block) -> None:
 
 
 def test_rows_stay_rows() -> None:
-    """Shards along the first axis are plain rows, of one tensor or several."""
     rows = [RowRange("a", 2, 6), RowRange("b", 0, 4)]
     found = cut(rows, 3, Block((8, 3), (3, 0), (4, 3)))
     assert found == (RowRange("a", 5, 6), RowRange("b", 0, 3))
@@ -78,7 +77,6 @@ def test_rows_stay_rows() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 2, 3), (4,), (), (3, 0)])
 def test_where_rows_lie_in_the_file(shape: tuple[int, ...]) -> None:
-    """The ranges of any rows, with columns and without, hold their bytes in their order."""
     array = np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
     info = TensorInfo("a", BY_NAME["uint16"], shape, Path("a"), 10, 10 + array.nbytes)
     data = bytes(10) + array.tobytes()
@@ -103,7 +101,6 @@ READERS = ("mmap", "pread", "direct")
 def test_columns_are_loaded_on_every_way(
     device: str, reader: Any, dtype: str, chunk_nbytes: int | None, tmp_path: Path
 ) -> None:
-    """By every reader and cast, in chunks that cut lines too; no byte beside them is asked for."""
     array = np.random.default_rng(1).standard_normal((37, 5, 11)).astype(np.float32)
     path = tmp_path / "x.safetensors"
     save_file({"before": np.ones(3, np.float32), "w": array}, path)

@@ -137,7 +137,6 @@ def test_the_box_kills_the_usual_load(cgroup: Boxes, checkpoint: Path) -> None:
 def test_streamload_finishes_in_the_box(
     cgroup: Boxes, checkpoint: Path, device: str, reader: str
 ) -> None:
-    """The same file loads in the same box, and every tensor read back is right."""
     options = ("--budget", "290MB", "--reader", reader, "--verify")
     done = _run(cgroup, _load(checkpoint, _works(device), *options), BOX_NBYTES)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr

@@ -112,7 +112,6 @@ def test_into_a_model_and_by_iterate(tmp_path: Path) -> None:
 
 
 def test_what_changes_is_not_mapped(tmp_path: Path) -> None:
-    """Views on the file are the checkpoint's own values."""
     path = tmp_path / "x.safetensors"
     arrays = write(path)
     with pytest.raises(ResidenceError, match="its values change on the way"):

@@ -236,7 +236,6 @@ def test_a_part_that_is_cached_is_not_asked_for_again(repo: Hub) -> None:
 
 
 def test_shards_load_while_later_ones_download(repo: Hub, monkeypatch: Any) -> None:
-    """The first is in place when the second does not come; progress counts both ways."""
     monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "1")
     checkpoint = streamload.open_checkpoint(NAME)
     second = f"/{hashlib.sha256(FILES[SECOND]).hexdigest()}"
@@ -300,7 +299,6 @@ def test_a_file_of_the_cache_that_changes(repo: Hub, tmp_path: Path, monkeypatch
 
 
 def test_a_file_of_the_cache_that_is_deleted(repo: Hub, tmp_path: Path) -> None:
-    """After it was opened: one error names it. Opened again, the load brings it."""
     huggingface_hub.hf_hub_download(NAME, FIRST)
     checkpoint = streamload.open_checkpoint(NAME)
     for blob in tmp_path.rglob("blobs/*"):
@@ -420,7 +418,6 @@ def test_a_fetch_that_is_none(repo: Hub, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_downloads_nothing(repo: Hub, tmp_path: Path) -> None:
-    """A plan that is refused comes before the first byte, also if weights stay in files."""
     for options in ({}, {"residence": "mapped", "transform": {"a": np.negative}}):
         with pytest.raises(StreamloadError):
             load(budget="100kB", **options)
@@ -477,7 +474,6 @@ def test_gated_private_and_missing(repo: Hub, tmp_path: Path, monkeypatch: Any) 
 
 
 def test_offline(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
-    """Nothing is asked, and the error says what to do; also for a URL of the hub."""
     checkpoint = streamload.open_checkpoint(NAME)
     before = len(repo.site.requests)
     use_hub(monkeypatch, repo.url, tmp_path / "home", offline=True)
@@ -497,7 +493,6 @@ def test_offline(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_no_server(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
-    """What is cached is read; for the rest the error names the server and what to look at."""
     assert_right(load())
     use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path / "home")
     monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "1")
@@ -519,7 +514,6 @@ def test_a_mirror_gets_the_token_and_nobody_else(repo: Hub, monkeypatch: Any) ->
 
 
 def test_without_the_library(repo: Hub) -> None:
-    """The error says how to get it; files and URLs are read as ever."""
     program = """
         import sys
         sys.modules["huggingface_hub"] = None
@@ -806,7 +800,6 @@ def test_an_interrupt_leaves_nothing_half_written(repo: Hub, tmp_path: Path) -> 
 
 
 def test_a_kill_leaves_whole_files(repo: Hub, tmp_path: Path) -> None:
-    """The one under way begins again; the first is not asked for again."""
     second = f"/{hashlib.sha256(FILES[SECOND]).hexdigest()}"
     repo.storage.acts[second] += [Answer(), Answer(stall=500_000)]  # its header, and its bytes
     code = "import streamload; streamload.load_state_dict(None, 'org/name', device='host')"
@@ -842,7 +835,6 @@ def test_two_loads_share_a_download(repo: Hub) -> None:
 
 
 def test_a_rank_of_three_reads_its_third(hub: Hub, tmp_path: Path) -> None:
-    """Each asks for the ranges of its own tensors, at the commit that rank 0 found."""
     from streamload import distributed
 
     tensors = arrays(*(f"model.layers.{i}.w.weight" for i in range(9)))

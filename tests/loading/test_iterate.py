@@ -56,7 +56,6 @@ def test_every_tensor_once_in_the_order_of_the_files(
 
 
 def test_a_tensor_counts_until_the_next_step(tmp_path: Path) -> None:
-    """A budget for the largest alone is enough for all, and nothing refers to what was taken."""
     write(tmp_path)
     seen = []
     for name, tensor in streamload.iterate(tmp_path, device="host", budget="2.2MB"):
@@ -107,7 +106,6 @@ def test_what_is_free_bounds_how_many_are_read_at_once(cgroup: Boxes, tmp_path: 
 
 @pytest.mark.parametrize("reader", ["mmap", "pread"])
 def test_dropped_pages(tmp_path: Path, reader: Any) -> None:
-    """Only pages that were there before stay, not those that the kernel reads ahead of a tensor."""
     path = tmp_path / "x.safetensors"
     data = bytes(2**21)
     write_safetensors(path, {f"{n:02}": ("U8", (2**21,), data) for n in range(32)})
@@ -150,7 +148,6 @@ def test_names_and_layouts(tmp_path: Path) -> None:
 
 
 def test_a_file_that_breaks_ends_the_loop(tmp_path: Path) -> None:
-    """The error of the step names the file; what came before is right."""
     expected = write(tmp_path)
     steps = streamload.iterate(tmp_path, device="host", budget="2.2MB")
     name, tensor = next(steps)

@@ -107,7 +107,6 @@ def test_without_a_model_on_a_device(small: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["CL", "CPU"])
 def test_into_a_model_of_tinygrad(tmp_path: Path, name: str) -> None:
-    """An object's tensors are filled by their names; a numpy value beside them changes nothing."""
     from tinygrad import Tensor, nn
 
     class Model:
@@ -147,7 +146,6 @@ def test_into_a_nested_dict_of_arrays(tmp_path: Path) -> None:
 
 
 def test_a_model_that_holds_more_than_the_budget(tmp_path: Path) -> None:
-    """Old weights above the budget are released before the new ones come, which fit."""
     from tinygrad import Tensor
 
     name = device("CPU")
@@ -160,7 +158,6 @@ def test_a_model_that_holds_more_than_the_budget(tmp_path: Path) -> None:
 
 
 def test_a_view_is_not_parted_from_its_array(tmp_path: Path) -> None:
-    """A parameter that is a view is written where it is, or refused; never replaced silently."""
     path = write(tmp_path, {"v": np.arange(4, dtype=np.float32)})
     base = np.zeros(8, np.float32)
     load(path, {"v": base[2:6]})
@@ -246,7 +243,6 @@ def test_concatenated_tensors_are_not_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [[np.zeros(3)], 3, "model"])
 def test_what_is_no_model(small: Path, model: Any) -> None:
-    """A list of arrays, a number or a name is refused, with an error of ours or a ValueError."""
     with pytest.raises(ValueError):
         load(small, model)
 
@@ -307,7 +303,6 @@ def test_bad_budgets(small: Path, budget: Any) -> None:
 
 
 def test_a_budget_for_another_device(small: Path) -> None:
-    """A budget that would hold nothing back, since the load has no such device, is refused."""
     with pytest.raises(ValueError, match=r"budget names cl.*host"):
         load(small, budget={"CL": "1MB"})
     with pytest.raises(ValueError, match="budget names"):
@@ -332,7 +327,6 @@ def test_a_budget_too_small(small: Path, name: str) -> None:
 
 
 def test_patterns_of_dtypes(small: Path) -> None:
-    """The first pattern that matches decides; integers and bools stay."""
     found = load(small, dtype={"*norm*": "float64", "w": "checkpoint", "*": "float16"}).state_dict
     kinds = {name: array.dtype.name for name, array in found.items()}
     assert kinds == {
@@ -347,7 +341,6 @@ def test_patterns_of_dtypes(small: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "F32", "fp32", "torch.float32", np.float32])
 def test_spellings_of_a_dtype(small: Path, dtype: Any) -> None:
-    """Long names, codes, short forms, and the dtype of another library."""
     assert load(small, dtype=dtype).state_dict["w"].dtype == np.float32
 
 
@@ -358,7 +351,6 @@ def test_dtypes_of_tinygrad(small: Path) -> None:
 
 
 def test_what_a_device_cannot_hold(tmp_path: Path) -> None:
-    """A dtype that tinygrad lacks is refused by name, tensor and device, before any reading."""
     name = device("CPU")
     path = write_safetensors(tmp_path / "m.safetensors", {"odd": ("F4", (4,), bytes(2))})
     for where in (name, "host"):
@@ -384,7 +376,6 @@ def test_out_of_range(tmp_path: Path, out_of_range: Any, expected: list[float]) 
 
 
 def test_out_of_range_as_an_error(tmp_path: Path) -> None:
-    """The tensor and its file; a model's parameter is invalid, and a second load completes it."""
     path = write(tmp_path, {"big": bf16(1e6, 1)})
     model = {"big": np.zeros(2, np.float32)}
     with pytest.raises(OutOfRangeError) as caught:
@@ -420,7 +411,6 @@ def test_support_bf16(small: Path, monkeypatch: pytest.MonkeyPatch, value: str, 
 
 
 def test_support_bf16_set_to_something_else(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither 0 nor 1 is a ValueError that says what is expected."""
     monkeypatch.setenv("SUPPORT_BF16", "yes")
     with pytest.raises(ValueError, match="SUPPORT_BF16"):
         load(small)
@@ -459,7 +449,6 @@ def test_former_arguments_of_plan(small: Path) -> None:
 
 
 def test_the_tensor_that_overflowed_is_named(tmp_path: Path) -> None:
-    """Of a parameter put together from two tensors, the one at fault, and its own file."""
     for file, name, value in (("m1", "good", 1.0), ("m2", "bad", 1e30)):
         raw = {name: ("F32", (4,), np.full(4, value, np.float32).tobytes())}
         write_safetensors(tmp_path / f"{file}.safetensors", raw)
@@ -492,7 +481,6 @@ def test_more_buffers_than_the_system_allows(tmp_path: Path) -> None:
 
 
 def test_what_was_invalid_stays_so(tmp_path: Path) -> None:
-    """Left without values by one failed load, a parameter is invalid after the next one too."""
     path = write(tmp_path, {n: np.full(1000, 1e30, np.float32) for n in "ab"})
     model = {n: np.zeros(1000, np.float64) for n in "ab"}
     for _ in range(2):
@@ -634,7 +622,6 @@ def test_devices_of_two_frameworks(small: Path) -> None:
 
 
 def test_auto_says_what_it_took(small: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first device that works, in a note and in a warning of the log."""
     device("CPU")
     with caplog.at_level(logging.WARNING, "streamload"):
         report = load(small, device="auto", budget="1MB")
@@ -648,7 +635,6 @@ LAYERS = {f"layers.{i}.w": np.full(1000, i, np.float32) for i in range(6)}
 
 @pytest.mark.parametrize("names", [["CPU", "CPU:1"], ["CL", "CPU"], ["CPU", "CL"]])
 def test_several_devices(tmp_path: Path, names: list[str]) -> None:
-    """Layers are split in order, each device under its budget, every byte there."""
     for name in names:
         device(name.partition(":")[0])
     path = write(tmp_path, LAYERS)
@@ -676,7 +662,6 @@ def test_devices_twice_and_none(small: Path) -> None:
 
 
 def test_progress_as_a_callable(tmp_path: Path) -> None:
-    """It gets bytes done, never fewer than before, and all of them at the end."""
     path = write(tmp_path, {"w": np.zeros(100_000, np.float32)})
     told: list[tuple[int, int]] = []
     load(path, progress=lambda done, total: told.append((done, total)), chunk_nbytes=1000)
@@ -686,7 +671,6 @@ def test_progress_as_a_callable(tmp_path: Path) -> None:
 
 
 def test_progress_that_raises(tmp_path: Path) -> None:
-    """Its error comes out as it is, with a note on the parameters; another load completes."""
     path = write(tmp_path, {n: np.ones(1000, np.float32) for n in "ab"})
     model = {n: np.zeros(1000, np.float64) for n in "ab"}
 
@@ -830,7 +814,6 @@ def test_real_loads_keep_their_predictions(tmp_path: Path, seed: int) -> None:
 
 
 def test_what_a_load_leaves(tmp_path: Path) -> None:
-    """Nothing of a load stays on a device after its tensors are gone."""
     from tinygrad.helpers import GlobalCounters
 
     name = device("CL")

@@ -107,7 +107,6 @@ def test_loading_again_takes_no_more(folder: Path, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", FEWER_DEVICES)
 def test_old_weights_do_not_stand_beside_new_ones(folder: Path, device: str) -> None:
-    """float32 weights that become float16 are released as these are made, not afterwards."""
     least = _least_nbytes(folder / "small", device, "mmap")
     # twice: a model's kernels are compiled once on a machine, by a compiler that takes 70 MB
     times = 1 if device == "host" else 2
@@ -163,7 +162,6 @@ def _limited(path: Path, how: str, limit: str, room: int, **options: Any) -> str
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_more_files_than_may_be_open(tmp_path: Path, aligned: bool) -> None:
-    """147 files are read, mapped and streamed by a process that may open 64."""
     for n in range(147):
         path = tmp_path / f"model-{n + 1:05d}-of-00147.safetensors"
         weights = {f"model.layers.{n}.w": ("F32", (4096,), np.full(4096, n, np.float32).tobytes())}

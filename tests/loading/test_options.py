@@ -60,7 +60,6 @@ def test_each_option_has_a_type_a_default_and_a_description(name: str) -> None:
 
 
 def test_dir_shows_public_names() -> None:
-    """Those that are imported later, too, and no module that streamload itself imports."""
     assert dir(streamload) == sorted(dir(streamload))
     assert {"offload", "load_state_dict", "transformers", "__version__"} <= set(dir(streamload))
     assert set(dir(streamload)) == {*streamload.__all__, *streamload._LATER}
@@ -121,7 +120,6 @@ def narrow(
 
 
 def test_a_narrower_entrance() -> None:
-    """It gets the options that it names, those left out too, and shows them after its own."""
     assert narrow("x", verify=True, batch=2) == {"reserve": 0, "batch": 2}
     shown = inspect.signature(narrow)
     assert list(shown.parameters) == ["path", "verify", "reserve", "batch", "fast"]

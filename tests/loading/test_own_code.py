@@ -257,7 +257,6 @@ def test_offloaded_layers_have_the_names_of_hooks(tmp_path: Path) -> None:
 
 
 def test_hooks_after_a_load_are_called(tmp_path: Path) -> None:
-    """Inner modules first, with what was missing; a pass of an offload has no such moment."""
     model, state = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)).state_dict()
     path = stored(tmp_path, {"0.weight": state["0.weight"], "more": torch.ones(2)})
     seen: list[tuple[str, Any]] = []

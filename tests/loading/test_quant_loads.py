@@ -65,7 +65,6 @@ def parts_of(name: str, array: Array, format_name: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_the_weights_of_layers_are_quantized(tmp_path: Path, name: str, dtype: Any) -> None:
-    """To the bytes of the whole weight, whatever the chunks; all else passes as it is."""
     arrays = model(dtype)
     path = write(tmp_path, arrays, shards=2)
     expected: dict[str, bytes] = {}
@@ -161,7 +160,6 @@ def test_rows_change_places_before(tmp_path: Path, name: str) -> None:
 
 
 def test_what_cannot_be_cut_says_so(tmp_path: Path) -> None:
-    """Before a byte moves, with the tensor, and the line that leaves it as it is."""
     path = write(tmp_path, {"h.0.w": matrix(1, 8, 50), "h.0.v": matrix(1, 8, 50)})
     with pytest.raises(UnsupportedCastError, match=r'q8_0.*50.*quant=\{"h.0.w": None'):
         load(path, quant={"*w": "q8_0"})
@@ -282,7 +280,6 @@ def test_parts_stay_together_on_several_devices(tmp_path: Path) -> None:
 
 
 def test_infinities_and_nan_are_counted(tmp_path: Path) -> None:
-    """The report says what they became; beyond float16 is an error where that is asked for."""
     whole = matrix(3, 40, 128)
     whole[3, 5], whole[7, 9] = np.nan, -np.inf
     path = write(tmp_path, {"h.0.w": whole})
@@ -319,7 +316,6 @@ def staged(path: Path, name: str, device: RecordingDevice, **options: Any) -> Ru
 @pytest.mark.parametrize("host_visible", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_late_copies(tmp_path: Path, host_visible: bool, seed: int) -> None:
-    """Codes and parts arrive once each, whatever the order in which copies end."""
     rng = random.Random(seed)
     arrays = model()
     path = write(tmp_path, arrays, shards=rng.randint(1, 3))
@@ -342,7 +338,6 @@ def test_late_copies(tmp_path: Path, host_visible: bool, seed: int) -> None:
 @pytest.mark.parametrize("operation", ["allocate", "staging", "copy", "wait", "release"])
 @pytest.mark.parametrize("at", [1, 4, 15])
 def test_faults_leave_nothing_behind(tmp_path: Path, operation: str, at: int) -> None:
-    """Each parameter is loaded or gone, threads are ended and staging is closed."""
     path = write(tmp_path, model())
     device = RecordingDevice(faults=Faults({operation: at}))
     run = staged(path, "int8", device, chunk_nbytes=5000)
@@ -523,7 +518,6 @@ def test_blocks_that_streamload_wrote_are_dequantised(tmp_path: Path, format: st
 
 
 def test_another_format_on_a_reload_is_refused(tmp_path: Path) -> None:
-    """Modules keep their format: quant= with another one says so, and changes nothing."""
     torch = needs.module("torch")
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])})
     path = tmp_path / "model.safetensors"

@@ -56,7 +56,6 @@ def test_chunks_that_are_less_than_a_request(folder: Path, site: Site) -> None:
 def test_a_load_is_the_same_as_from_the_folder(
     folder: Path, site: Site, dtype: str, threads: int | None
 ) -> None:
-    """Bit for bit, cast or not, from every form of the URL; all connections are closed then."""
     expected = load(folder, dtype=dtype)
     for url in (site.url, site.url + "model.safetensors.index.json"):
         assert same(load(url, dtype=dtype, threads=threads), expected)
@@ -112,7 +111,6 @@ FAULTS: dict[str, list[Act]] = {
 
 @pytest.mark.parametrize("acts", FAULTS.values(), ids=list(FAULTS))
 def test_a_load_ends_right_whatever_may_pass(folder: Path, site: Site, acts: list[Act]) -> None:
-    """Resets, overload and short answers in the middle of it change no bit."""
     checkpoint = streamload.open_checkpoint(site.url)
     for name in list(site.files):
         site.acts[name].extend(acts)
@@ -134,7 +132,6 @@ WRONG: dict[str, tuple[Act, str]] = {
 def test_a_load_ends_with_one_error_of_what_does_not_pass(
     site: Site, act: Act, problem: str
 ) -> None:
-    """It names the URL and the tensor, and says what state the parameters are in."""
     checkpoint = streamload.open_checkpoint(site.url)
     shard = checkpoint.shards[1].path
     site.always[f"/{shard.name}"] = act
@@ -148,7 +145,6 @@ def test_a_load_ends_with_one_error_of_what_does_not_pass(
 
 
 def test_a_file_that_changes_during_a_load_is_no_mixture(site: Site) -> None:
-    """A shard that is another file after its first range is an error."""
     checkpoint = streamload.open_checkpoint(site.url)
     name = f"/{checkpoint.shards[0].path.name}"
 

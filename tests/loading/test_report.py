@@ -62,7 +62,6 @@ def test_numbers(path: Path, device: str) -> None:
 
 
 def test_the_table_is_short(path: Path) -> None:
-    """One line a fact, in two columns, not wider than a terminal but for the path."""
     report = load(path)
     lines = str(report).splitlines()
     assert lines[0].split(None, 1) == ["checkpoint", str(path)]
@@ -161,7 +160,6 @@ def test_what_was_left_out_is_in_the_table(path: Path) -> None:
 
 
 def test_an_empty_checkpoint(tmp_path: Path) -> None:
-    """A file without tensors loads, reports zeros, and divides by nothing."""
     report = load(write_safetensors(tmp_path / "m.safetensors", {}))
     assert (report.read_nbytes, report.resident_nbytes, report.state_dict) == (0, 0, {})
     assert report.process_ratio == 0.0

@@ -55,7 +55,6 @@ def is_on_a_file(tensor: torch.Tensor) -> bool:
 
 
 def test_weights_are_views_on_the_files(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """They have the values, take no memory, and count apart from what is resident."""
     path, state = saved
     model = module()
     before = process_nbytes()
@@ -86,7 +85,6 @@ def test_without_a_model(saved: tuple[Path, dict[str, torch.Tensor]], device: st
 
 
 def test_what_is_written_stays_in_the_process(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """Optimizers and a child write to pages of their own; the file stays."""
     path, state = saved
     files = {shard: shard.read_bytes() for shard in path.glob("*.safetensors")}
     model = module()
@@ -120,7 +118,6 @@ def test_what_a_model_holds_is_released(saved: tuple[Path, dict[str, torch.Tenso
 
 
 def test_auto_loads_what_cannot_be_mapped(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """A cast, rows put together, bytes that are not aligned: these are in memory."""
     path, state = saved
     model = module()
     report = load_state_dict(model, path, residence="auto", dtype={"*.bias": "bfloat16"})
@@ -172,7 +169,6 @@ def test_auto_writes_views_of_larger_tensors_in_place(
 def test_mapped_refuses_what_needs_a_copy(
     saved: tuple[Path, dict[str, torch.Tensor]], arguments: dict[str, Any], said: str
 ) -> None:
-    """By name, before anything is touched, with the line to write instead."""
     asked = {"device": "cpu", **arguments, "residence": "mapped"}
     with pytest.raises(ResidenceError, match=said) as caught:
         load_state_dict(None, saved[0], **asked)

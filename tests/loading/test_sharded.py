@@ -19,7 +19,6 @@ RANKS = 4
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sharded_rank.CASES)
 def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
-    """Rows and columns of its own and nothing else; as the full load that is sharded afterwards."""
     needs.module("torch")
     rng = np.random.default_rng(0)
     sizes = sharded_rank.IN, sharded_rank.MIDDLE, sharded_rank.OUT

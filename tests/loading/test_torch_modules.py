@@ -128,7 +128,6 @@ def on_meta(make: Callable[[], Any]) -> Any:
 def test_a_module_is_what_torch_would_have_loaded(
     tmp_path: Path, name: str, place: str, shards: int, reader: str
 ) -> None:
-    """Bit for bit what load_file and load_state_dict(assign=True) give; ties stay."""
     make = MODELS[name]
     folder = save(randomize(make(), 1), tmp_path / "x", shards=shards)
     theirs = make()
@@ -205,7 +204,6 @@ def test_any_bits_arrive_as_they_are(
     threads: int,
     reader: str,
 ) -> None:
-    """Every dtype and shape, NaN payloads too: the bytes are those that load_file gives."""
     path = tmp_path_factory.mktemp("bits") / "x.safetensors"
     save_file(tensors, path)
     model: Any = None
@@ -324,7 +322,6 @@ def test_values_that_overflow_are_counted_clamped_or_refused(tmp_path: Path) -> 
 
 
 def test_loading_again_is_in_place(tmp_path: Path) -> None:
-    """The same memory, and every alias of it sees the new values."""
     first = save(randomize(mlp(), 1), tmp_path / "a")
     second = save(randomize(mlp(), 2), tmp_path / "b")
     model = on_meta(mlp)
@@ -356,7 +353,6 @@ def test_a_module_of_both_kinds(tmp_path: Path) -> None:
 
 
 def test_flags_modes_and_hooks_stay(tmp_path: Path) -> None:
-    """requires_grad, training mode, module hooks and the objects' classes are as they were."""
     folder = save(randomize(mlp(), 1), tmp_path / "x")
     model = on_meta(mlp)
     model[0].requires_grad_(False)
@@ -373,7 +369,6 @@ def test_flags_modes_and_hooks_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["meta", "cpu"])
 def test_names_that_do_not_match(tmp_path: Path, place: str) -> None:
-    """Refused with all names before anything is touched; not strict, the rest is loaded."""
     folder = save(randomize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), 1), tmp_path / "x")
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6), nn.Linear(6, 7))
     if place == "meta":
@@ -441,7 +436,6 @@ def test_parameters_of_several_tensors(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_touched(
     tmp_path: Path, place: str
 ) -> None:
-    """The error has the numbers; pointers, values, grads and meta tensors are as they were."""
     folder = save(randomize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), 1), tmp_path / "x")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     if place != "cpu":
@@ -470,7 +464,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(
 
 
 def test_old_weights_go_first(tmp_path: Path) -> None:
-    """Replaced one by one, old and new together never take more than was predicted."""
     layers = 6
     folder = save(
         randomize(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))), 1),
@@ -509,7 +502,6 @@ def test_another_dtype_while_the_error_is_handled(tmp_path: Path) -> None:
 
 
 def test_the_report_says_what_was_done(tmp_path: Path) -> None:
-    """Bytes, peaks, ties and the place of everything, as text and as JSON."""
     folder = save(randomize(tied(), 1), tmp_path / "x")
     model = on_meta(tied)
     report = load(model, folder, budget="1MB", device="cpu")
@@ -530,8 +522,6 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
 
 
 def test_buffers_that_no_checkpoint_has_are_named(tmp_path: Path) -> None:
-    """Those left without values on meta are in the notes; those that are real are not."""
-
     def make() -> Any:
         model = nn.Linear(3, 3)
         model.register_buffer("angles", torch.ones(3), persistent=False)
@@ -624,7 +614,6 @@ def test_a_buffer_without_values_is_named_and_raises_where_it_is_moved(
 @pytest.mark.parametrize("dtype", [None, "float16"])
 @pytest.mark.parametrize("kind", ["module", "none"])
 def test_verification_finds_one_wrong_bit(tmp_path: Path, dtype: str | None, kind: str) -> None:
-    """In a module's memory or in that of a dict: the tensor, the element and both values."""
     folder = save(randomize(mlp(), 1), tmp_path / "x")
     model = on_meta(mlp) if kind == "module" else None
     report = load(model, folder, device="cpu", dtype=dtype)
@@ -640,7 +629,6 @@ def test_verification_finds_one_wrong_bit(tmp_path: Path, dtype: str | None, kin
 
 
 def test_verification_sees_a_change_since(tmp_path: Path) -> None:
-    """After a training step, the loaded weights are no longer those of the checkpoint."""
     folder = save(randomize(tied(), 1), tmp_path / "x")
     model = on_meta(tied)
     report = load(model, folder, device="cpu")
@@ -651,7 +639,6 @@ def test_verification_sees_a_change_since(tmp_path: Path) -> None:
 
 
 def test_a_loaded_module_can_be_copied_and_saved(tmp_path: Path) -> None:
-    """deepcopy, pickle, torch.save and safetensors give the same values, on their own memory."""
     folder = save(randomize(tied(), 1), tmp_path / "x")
     model = on_meta(tied)
     load(model, folder, device="cpu")
@@ -709,7 +696,6 @@ def test_loads_of_two_threads_do_not_meet(tmp_path: Path) -> None:
     "seed", [s if s < 2 else pytest.param(s, marks=pytest.mark.slow) for s in range(6)]
 )
 def test_random_sequences_of_loads(tmp_path: Path, seed: int) -> None:
-    """Whatever was loaded before, moved, cast or freed: the last load decides."""
     generator = random.Random(seed)
     folders = [
         save(randomize(mlp(), i), tmp_path / f"{i}", dtype=dtype, shards=1 + i % 2)
@@ -809,7 +795,6 @@ def test_deterministic_mode_fills_nothing(tmp_path: Path) -> None:
 
 
 def test_bytes_kept_in_reserve(tmp_path: Path) -> None:
-    """They are taken off the budget and free memory: a refusal says so."""
     path = save(nn.Linear(500, 500), tmp_path / "m")
     with torch.device("meta"):
         module = nn.Linear(500, 500)

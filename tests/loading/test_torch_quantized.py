@@ -91,7 +91,6 @@ ERRORS = {"int8": 0.01, "bitsandbytes-int8": 0.01, "q8_0": 0.01, "q4_0": 0.08}
 def test_linears_hold_the_parts_and_compute_with_them(
     saved: tuple[Any, Path], name: str, device: str
 ) -> None:
-    """The state is that of a load without a model; the product is that of the decoded weight."""
     expected, path = saved
     model = empty(device)
     report = load(model, path, quant=name, device="cpu")
@@ -117,7 +116,6 @@ def test_linears_hold_the_parts_and_compute_with_them(
 def test_a_weight_is_decoded_in_pieces(
     saved: tuple[Any, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a kernel, pieces give the same weight as with one, rounded once."""
     _, path = saved
     model = empty()
     load(model, path, quant=name, device="cpu")
@@ -130,7 +128,6 @@ def test_a_weight_is_decoded_in_pieces(
 
 
 def test_a_loaded_model_is_loaded_again(saved: tuple[Any, Path], tmp_path: Path) -> None:
-    """Into the same memory, without quant=, with what another checkpoint has."""
     _, path = saved
     model = empty()
     load(model, path, quant="nf4-nested", device="cpu")
@@ -148,7 +145,6 @@ def test_a_loaded_model_is_loaded_again(saved: tuple[Any, Path], tmp_path: Path)
 
 
 def test_modules_are_copied_moved_and_saved(saved: tuple[Any, Path]) -> None:
-    """Codes and scales stay as they are where the rest is cast; a state dict goes back."""
     _, path = saved
     model = empty()
     load(model, path, quant="nf4", device="cpu")
@@ -168,7 +164,6 @@ def test_modules_are_copied_moved_and_saved(saved: tuple[Any, Path]) -> None:
 
 @pytest.mark.parametrize("fails_at", range(6))
 def test_a_move_that_fails_leaves_all_parts(saved: tuple[Any, Path], fails_at: int) -> None:
-    """As where a device has too little memory: the module computes what it did."""
     _, path = saved
     model = empty()
     load(model, path, quant="nf4-nested", device="cpu")
@@ -215,7 +210,6 @@ def test_auto_takes_the_least_loss_that_fits(saved: tuple[Any, Path]) -> None:
 
 
 def test_what_others_need_as_it_is_stays(saved: tuple[Any, Path]) -> None:
-    """An embedding, and a Linear that shares its weight, are named in a note with their bytes."""
     _, path = saved
     model = empty()
     report = load(model, path, quant={"embed.weight": "q8_0", "*": "q8_0"}, device="cpu")
@@ -256,7 +250,6 @@ def linears(model: Any) -> dict[str, Any]:
 def test_a_load_that_does_not_begin_leaves_the_model(
     saved: tuple[Any, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it does not fit, or fails before anything moves, the Linears are there again."""
     _, path = saved
     model = empty(device)
     before, values = linears(model), model.state_dict() if device == "cpu" else {}
@@ -281,7 +274,6 @@ def test_a_load_that_does_not_begin_leaves_the_model(
 
 
 def test_what_has_no_whole_blocks_is_refused(tmp_path: Path) -> None:
-    """By name, with the line to write instead; the model stays as it is."""
     st.save_file({"layers.0.weight": torch.randn(64, 50)}, tmp_path / "model.safetensors")
     model = empty("meta", lambda: one_linear(50, 64))
     with pytest.raises(UnsupportedCastError, match=r'"layers\.0\.weight": None'):
@@ -309,7 +301,6 @@ def test_a_load_that_fails_is_completed_by_another(
 
 
 def test_no_wider_weight_is_held(tmp_path: Path) -> None:
-    """A module has its parts, and nothing else before, while and after it computes."""
     torch.manual_seed(1)
     st.save_file({"layers.0.weight": torch.randn(4096, 1024)}, tmp_path / "model.safetensors")
     model = empty("meta", lambda: one_linear(1024, 4096))
@@ -633,7 +624,6 @@ def test_parts_of_another_dtype_are_computed_with(saved: tuple[Any, Path]) -> No
 
 
 def test_compiled_products_have_no_break(saved: tuple[Any, Path]) -> None:
-    """One graph, with the module's own results and gradients; so within vmap and autocast."""
     up = loaded_up(saved, "nf4-nested")
     x = torch.randn(3, 2, NARROW)
     compiled = torch.compile(up, fullgraph=True, backend="aot_eager")
@@ -666,7 +656,6 @@ def test_products_under_default_devices_tracers_and_duals(saved: tuple[Any, Path
 
 
 def test_a_tile_is_bounded(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many threads there are, a tile has at most the bytes that the note says."""
     up = loaded_up(saved, "q8_0")
     monkeypatch.setattr(product, "TILE_NBYTES", 7 * NARROW * 4)
     seen: list[int] = []
@@ -704,7 +693,6 @@ def test_products_of_unusual_inputs(saved: tuple[Any, Path]) -> None:
 
 
 def test_a_write_before_the_backward_pass_is_noticed(saved: tuple[Any, Path]) -> None:
-    """As with torch's own Linear, gradients are not those of other weights."""
     up = loaded_up(saved, "q8_0")
     y = up(torch.randn(2, NARROW, requires_grad=True)).sum()
     state = {name: part.clone() for name, part in up.state_dict().items()}

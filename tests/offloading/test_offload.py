@@ -411,7 +411,6 @@ def _same_again(model: Any, resident: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama tied", "qwen3-moe", "gpt2", "t5"])
 def test_from_pretrained_offloads(name: str, tmp_path: Path) -> None:
-    """The model comes back ready: in evaluation mode, tied, with its buffers and its handle."""
     path = tmp_path / "model"
     built = models.built(name)
     built.generation_config.max_new_tokens = 5
@@ -460,7 +459,6 @@ def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Pa
 
 
 def test_from_pretrained_takes_what_offload_takes(tmp_path: Path) -> None:
-    """Layers by pattern, and the host's memory; each is refused without ``offload``."""
     path = tmp_path / "model"
     models.built("llama").save_pretrained(path)
     given: dict[str, Any] = {"device": "cpu", "budget": 600_000, "offload": True}

@@ -148,7 +148,6 @@ def _moe(path: Path, form: str) -> Any:
 def test_experts_that_are_there_need_no_thread(
     form: str, tmp_path: Path, staged: type[Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass that has all its experts reads nothing, and makes one event for each layer."""
     load: Callable[..., Any] = _moe(tmp_path, form)
     expected = models.logits(load())
     followed: list[Any] = []

@@ -18,7 +18,6 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 def test_plan_takes_what_offload_takes(llama: Path) -> None:
-    """What stays, what are layers, and what host memory keeps; its error names the least."""
     asked = ("plan", llama, "--budget", "600kB", "--offload", "--json")
     plain = json.loads(run(*asked))
     assert plain["streams"] and not plain["host"]
@@ -48,7 +47,6 @@ def test_plan_names_offload_where_that_fits(llama: Path) -> None:
 
 @pytest.mark.slow
 def test_bench_measures_passes_with_what_offload_takes(llama: Path, tmp_path: Path) -> None:
-    """Seconds a pass by budget, and what a pass reads where the head stays."""
     written = tmp_path / "figures.json"
     asked = ("--tokens", "4", "--runs", "2", "--no-progress", "--json", written)
     budgets = ("--device", "cpu", "--budget", "9MB,20MB")

@@ -141,7 +141,6 @@ def test_two_models_at_once_and_one_again_after_it_was_closed(wide: Path) -> Non
 @pytest.mark.parametrize("form", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_experts_that_the_router_chose(kind: str, form: str, tmp_path: Path) -> None:
-    """Logits equal those of the same experts' implementation, for budgets from the least to all."""
     sizes = {
         **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
         **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},

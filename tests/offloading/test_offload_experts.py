@@ -130,7 +130,6 @@ def logits(model: Any, tokens: list[list[int]] = TOKENS) -> Any:
 
 
 def test_ten_budgets(saved: Saved) -> None:
-    """Logits are the resident model's, bit for bit, under budgets from the least to everything."""
     wanted, least = logits(saved.resident()), saved.least
     top = saved.nbytes + 2**20
     for at in range(10):
@@ -212,7 +211,6 @@ def read_by_process() -> int:
 
 
 def test_only_chosen_experts_are_read(saved: Saved) -> None:
-    """A pass of one token reads its experts, once, and no others: the kernel counts it too."""
     tokens = [[7]]
     chosen = [len(each) for each in chosen_by(saved.resident(), tokens)]
     budget = (saved.least + saved.nbytes) // 2
@@ -319,7 +317,6 @@ def test_a_file_that_changed_between_passes(
 
 
 def test_an_error_in_the_experts_own_compute(mixtral: Saved) -> None:
-    """What computing raises comes out, no slot stays taken, and the model runs again."""
     wanted = logits(mixtral.resident())
     with mixtral.offloaded(mixtral.least) as (model, _):
         layer = model.model.layers[1].mlp.experts
@@ -381,7 +378,6 @@ def test_slots_are_refilled_when_computing_has_ended(
 
 
 def test_two_threads(mixtral: Saved) -> None:
-    """One of two threads that run a model at once is told; later passes are right."""
     wanted = logits(mixtral.resident())
     with mixtral.offloaded((mixtral.least + mixtral.nbytes) // 2) as (model, _):
         errors: list[BaseException] = []
@@ -507,7 +503,6 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def test_experts_are_views_on_the_file(fused: Saved) -> None:
-    """What is computed on in the file gives the same bits, in as many pages as there are slots."""
     wanted, least = logits(fused.resident()), fused.least
     for budget in (least, (least + fused.nbytes) // 2):
         with fused.offloaded(budget) as (model, offloaded):
@@ -630,7 +625,6 @@ def test_what_is_chosen_least_often_makes_room() -> None:
 
 
 def test_old_choices_fade() -> None:
-    """An expert that was chosen often, long ago, makes room for one that is chosen now."""
     cache = ExpertCache([4], 2)
     for _ in range(20):
         visit(cache, 0, [0])
@@ -644,7 +638,6 @@ def test_old_choices_fade() -> None:
 
 
 def test_scores_stay_finite() -> None:
-    """Very many passes change nothing in how experts compare."""
     cache = ExpertCache([3, 3], 2)
     for _ in range(40_000):
         ask(cache, 0, [0])

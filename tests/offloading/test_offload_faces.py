@@ -224,7 +224,6 @@ def _passed(model: Any) -> Any:
     [pytest.param(n, marks=[pytest.mark.slow] * slow) for n, (*_, slow) in _FAMILIES.items()],
 )
 def test_passes_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Bit for bit, of a padded batch, with its mask and without; after the hint of one error."""
     kind = _saved(name, tmp_path)
     theirs = kind.from_pretrained(tmp_path, dtype=torch.float32).eval()
     expected = _passed(theirs)
@@ -327,7 +326,6 @@ def _looks(method: Any) -> dict[str, Any]:
 
 
 def test_methods_look_like_those_of_the_model_loaded(tmp_path: Path) -> None:
-    """Of layers, of an embedding whose rows are read, and of the model; so do those refused."""
     plain, model, handle = _both(tmp_path)
     for name in ("", "layers.0", "embedding"):
         own, other = plain.get_submodule(name), model.get_submodule(name)

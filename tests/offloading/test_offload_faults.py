@@ -73,7 +73,6 @@ def _replaced(file: Path) -> None:
 def test_a_file_that_changes_is_named_and_the_model_can_be_closed(
     path: Path, change: Callable[[Path], None], inside: bool
 ) -> None:
-    """Between two passes, and in one: no pass gives other values than the checkpoint's."""
     file = path / "model.safetensors"
     expected = models.logits(models.built("llama"))
     model = models.built("llama")
@@ -180,8 +179,6 @@ def test_rows_of_an_embedding_are_not_put_where_other_threads_see_them(
 
 
 def test_gradients_are_refused_where_every_layer_streams(tmp_path: Path) -> None:
-    """No parameter is left then that says that the model could be trained."""
-
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).eval()
 

@@ -101,7 +101,6 @@ def mapped_nbytes(path: str) -> int:
 
 
 def test_layers_are_views_on_the_file(aligned: Path, x: torch.Tensor) -> None:
-    """They give the same bits; pages come before and go behind, so that few are there at once."""
     model, handle = offloaded(aligned)
     assert handle.plan.views
     assert "pages of the mapped files" in str(handle.plan)

@@ -88,7 +88,6 @@ def test_a_plan_and_from_pretrained_name_theirs(tmp_path: Path) -> None:
 
 
 def test_nothing_is_said_where_offload_would_be_refused(tmp_path: Path) -> None:
-    """A dict, several devices, options that offload does not take, and a model without layers."""
     path = models.save(models.built("llama"), tmp_path / "model")
     state = dict(models.built("llama").state_dict())
 

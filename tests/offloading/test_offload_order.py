@@ -255,7 +255,6 @@ class Slow(Refills):
 def test_a_copy_is_queued_while_another_runs(
     tmp_path: Path, staged: type[Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None waits for the end of all, or later ones would wait for earlier work than it does."""
     numbers = itertools.count(1)
     monkeypatch.setattr(
         Bulk,

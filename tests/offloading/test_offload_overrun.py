@@ -68,7 +68,6 @@ def test_a_pass_beyond_tokens_raises_before_it_computes(llama: Path) -> None:
 
 
 def test_what_has_room_is_not_warned_of(llama: Path) -> None:
-    """The last token that fits, a context of its own, and calls without a cache."""
     assert not _generated(_offloaded(llama, tokens=24))
     assert _generated(_offloaded(llama, tokens=23))
     assert not _generated(_offloaded(llama, tokens=18, context=12, batch=2))
@@ -136,7 +135,6 @@ def test_a_module_of_an_own_is_counted_by_its_first_argument(tmp_path: Path) -> 
 
 
 def test_an_on_overrun_that_is_invalid_is_refused(llama: Path, tmp_path: Path) -> None:
-    """Before anything is read; and without ``offload`` the option says nothing."""
     with pytest.raises(ValueError, match="on_overrun is one of warn, error, not 'raise'"):
         streamload.offload(nn.Linear(2, 2), tmp_path, on_overrun="raise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_overrun says how a model is offloaded"):

@@ -54,7 +54,6 @@ def _least(path: Path) -> int:
 def test_stored_weights_stream_and_compute_as_when_they_are_loaded(
     name: str, tmp_path: Path
 ) -> None:
-    """Two layers through one slot, and what fits beside it; bit for bit, pass after pass."""
     _make(name, tmp_path)
     resident = stored.load(tmp_path)
     expected, least = stored.logits(resident), _least(tmp_path)
@@ -153,7 +152,6 @@ def test_what_convert_quantized_is_dequantized_at_every_pass(format: str, tmp_pa
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_0", "int8", "nf4", "nf4-nested"])
 def test_codes_stream_into_modules_that_hold_them(format: str, tmp_path: Path) -> None:
-    """Of a model that was loaded with ``quant=``, from what convert wrote; bit for bit."""
     stored.plain(tmp_path / "plain")
     streamload.convert(tmp_path / "plain", tmp_path / "small", quant=format, progress=False)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "plain")

@@ -352,7 +352,6 @@ def test_an_error_that_nobody_waited_for_is_not_told_later(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_close_and_a_second_thread_never_wait_forever(seed: int, tmp_path: Path) -> None:
-    """While layers are being brought, by any thread; who comes second is refused."""
     rng = random.Random(seed)
     made = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 4))
     problems: list[BaseException] = []

@@ -168,7 +168,6 @@ if {share} is not None:  # it is open at exit
 def test_after_an_error_memory_is_free(
     options: str, step: int, driver: Path, tmp_path: Path
 ) -> None:
-    """Of a load, and of a pass; no copy is waited for by what was closed, and the next is right."""
     cuda_stand_in.run(
         driver,
         PRELUDE

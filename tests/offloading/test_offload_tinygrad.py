@@ -193,7 +193,6 @@ def least(model: Any, folder: Path, device: str, **options: Any) -> int:
 def test_every_budget_gives_what_the_resident_model_gives(
     device: str, folder: Path, expected: Any
 ) -> None:
-    """Logits are equal bit for bit, cache and all, and what is taken is what was predicted."""
     total, streamed = nbytes_of(folder), []
     first = least(Model(), folder, device)
     assert first < total / 3
@@ -532,7 +531,6 @@ class Failing(Block):
 def test_an_exception_in_a_layer_leaves_a_model_that_runs(
     device: str, folder: Path, expected: Any
 ) -> None:
-    """What the layer had begun is computed with its own weights, and the next pass is right."""
     model = Model(block=Failing)
     budget = least(model, folder, device)
     with streamload.offload(model, folder, budget=budget, device=device, progress=False):
@@ -550,7 +548,6 @@ def test_an_exception_in_a_layer_leaves_a_model_that_runs(
 
 
 def test_a_model_is_run_by_one_thread_at_a_time(device: str, folder: Path, expected: Any) -> None:
-    """The second says so, and the first ends as if nothing had been."""
     inside, go_on = threading.Event(), threading.Event()
 
     class Waiting(Block):
@@ -600,7 +597,6 @@ class Stages:
 
 
 def test_layers_can_be_named(device: str, tmp_path: Path) -> None:
-    """Patterns say which modules stream as one; one that matches none is refused."""
     folder = write(tmp_path / "model", Stages())
     model, x = Stages(), Tensor.ones(2, DIM, device=device).contiguous().realize()
     streamload.load_state_dict(model, folder, device=device, progress=False)
@@ -665,7 +661,6 @@ def test_weights_used_outside_of_a_call_are_named(device: str, folder: Path) -> 
 
 @pytest.mark.slow
 def test_two_models_stream_at_once(device: str, folder: Path, expected: Any) -> None:
-    """Each has slots of its own, and closed they leave nothing behind."""
     gc.collect()
     before = GlobalCounters.mem_used
     models = [Model(), Model()]

@@ -61,7 +61,6 @@ def test_a_decision_holds_every_layer_once_and_never_takes_more_than_the_room(
 @settings(max_examples=150, deadline=None)
 @given(models())
 def test_the_least_is_accepted_and_a_byte_less_is_refused(layers: list[LayerSize]) -> None:
-    """`least` says exactly where `choose` begins to find a way."""
     room = least(layers)
     found = choose(layers, room)
     assert found is not None
@@ -106,7 +105,6 @@ def test_what_fits_stays_and_takes_no_slots() -> None:
 
 
 def test_what_stays_is_spread_evenly_between_what_streams() -> None:
-    """Between two layers that stay, as many stream as elsewhere, give or take one."""
     layers = [LayerSize(f"l{n:02}", "layer", 1024, 1024, 1024) for n in range(32)]
     for kept in range(2, 16):
         found = choose(layers, (kept + 2) * 1024)

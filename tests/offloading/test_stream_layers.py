@@ -71,7 +71,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
 def test_values_are_those_of_a_load_pass_after_pass(path: Path, device: str, dtype: str) -> None:
-    """In the order in which layers run, for budgets from the least to everything."""
     if device == "cpu":
         needs.module("torch")
     if device in ("CL", "CPU"):
@@ -98,7 +97,6 @@ def test_values_are_those_of_a_load_pass_after_pass(path: Path, device: str, dty
 
 
 def test_slots_have_addresses_that_stay(path: Path) -> None:
-    """Layers that are alike take turns in two places, however many passes there are."""
     seen = set()
     with streamload.stream_layers(path, device="host", budget=BUDGET, stay="*e?bed*") as layers:
         streams = layers.plan.residency.streams
@@ -159,7 +157,6 @@ def test_a_pass_may_be_left_and_another_begun(path: Path) -> None:
 
 
 def test_one_thread_runs_a_loop(path: Path) -> None:
-    """Another one that takes the next step, or closes it, is refused, and harms nothing."""
     caught: list[str] = []
 
     def refused(call: Any) -> None:
@@ -215,7 +212,6 @@ def test_a_tied_head_gets_the_embedding_which_stays(tmp_path: Path) -> None:
 
 
 def test_layers_that_names_do_not_tell_are_named(tmp_path: Path) -> None:
-    """Those that match a pattern; without any layers each tensor is a step."""
     shapes = {f"net.{part}.w": (64, 64) for part in ("first", "second", "third")}
     tensors = {n: ("F32", s, np.full(s, at, np.float32).tobytes())
                for at, (n, s) in enumerate((shapes | {"b": (64,)}).items())}  # fmt: skip

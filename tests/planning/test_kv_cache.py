@@ -370,7 +370,6 @@ ROW_NBYTES = 2 * 2 * 16 * 2
 
 
 def test_each_node_has_room_for_the_cache_of_its_layers(saved: Saved) -> None:
-    """As many bytes as the layers that it holds take; none for embedding and head."""
     nodes = [Node(name, "1MB") for name in "abc"]
     made = streamload.split(saved(), nodes=nodes, context=100, batch=3)
     sizes = {d.device: (d.layers, d.cache_nbytes) for d in made.devices}

@@ -230,7 +230,6 @@ ABC = {
 
 
 def test_concatenation_and_slices(tmp_path: Path) -> None:
-    """Parameters are rows of tensors in the order given; other tensors keep their names."""
     path = write(tmp_path, ABC)
     found = load(
         path,
@@ -272,7 +271,6 @@ def test_names_can_be_exchanged(tmp_path: Path) -> None:
     ],
 )
 def test_bad_mappings(tmp_path: Path, mapping: Any, message: str) -> None:
-    """Unknown families and tensors, nothing, and things that are no tensors are ValueErrors."""
     with pytest.raises(ValueError, match=message):
         load(write(tmp_path, ABC), mapping=mapping)
 
@@ -323,7 +321,6 @@ LAYOUTS: dict[str, tuple[Any, Array]] = {
 @pytest.mark.parametrize("chunk_nbytes", [4, 9, 64, 2**20])
 @pytest.mark.parametrize("device", ["host", "cpu", "CPU"])
 def test_layouts(tmp_path: Path, device: str, chunk_nbytes: int, dtype: str) -> None:
-    """Transposed, stacked and both, over several files, at any size of chunk, cast or not."""
     if device == "cpu":
         pytest.importorskip("torch")
     first = ABC | {"e1": EXPERTS[1], "s": np.stack(EXPERTS)}
@@ -465,7 +462,6 @@ def test_whisper(tmp_path: Path) -> None:
 
 
 def test_a_family_with_overrides(tmp_path: Path) -> None:
-    """What the dict names is filled as it says, everything else as the family does."""
     tensors = hf_llama(np.random.default_rng(0), dim=32, heads=4, kv=4)
     at = "model.layers.0.self_attn"
     path = write(tmp_path, tensors, {"num_attention_heads": 4})
@@ -487,7 +483,6 @@ def test_a_family_with_overrides(tmp_path: Path) -> None:
 
 
 def test_rename(tmp_path: Path) -> None:
-    """A dict renames what it names; a callable gets every name, and None skips the tensor."""
     path = write(tmp_path, ABC)
     assert load(path, rename={"a": "A"}).keys() == {"A", "b", "c"}
     assert load(path, rename={"a": None}).keys() == {"b", "c"}
@@ -506,7 +501,6 @@ def test_rename_comes_after_the_mapping(tmp_path: Path) -> None:
 
 
 def test_what_matches_nothing_is_an_error(tmp_path: Path) -> None:
-    """A key of ``rename``, a tensor of ``mapping``, a family and a pattern; with what is near."""
     array = np.zeros(2, np.float32)
     path = write(tmp_path, {"layers.0.weight": array, "layers.1.weight": array})
     near = r"; did you mean 'layers.0.weight'\?$"
@@ -583,7 +577,6 @@ def test_tied_heads(
     arguments: dict[str, Any],
     expected: dict[str, str] | None,
 ) -> None:
-    """A language model that stores its embedding alone ties its head to it, by the new names."""
     if expected is None:
         expected = {"lm_head.weight": names[0]}
     assert tied(tmp_path, names, config, **arguments) == expected

@@ -89,7 +89,6 @@ def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
 
 
 def test_not_strict_loads_what_matches(tmp_path: Path) -> None:
-    """Missing and unexpected names are left out; what cannot be written is still wrong."""
     checkpoint = write(tmp_path, a=[1, 2], b=[1, 2, 3], extra=[1])
     parameters = [FakeParameter(("a",)), FakeParameter(("b",)), FakeParameter(("gone",))]
     found = matched(checkpoint, *parameters)
@@ -136,7 +135,6 @@ def test_tied_parameters_whose_values_differ(tmp_path: Path) -> None:
 
 
 def test_tied_values_are_compared_as_they_will_be(tmp_path: Path) -> None:
-    """Rows put together compare by their bytes, however they are cut; a reordering is another."""
     many = list(range(600_000))
     checkpoint = write(tmp_path, whole=many, left=many[:7], right=many[7:], other=[*many[1:], 0])
     shape = (len(many),)
@@ -169,7 +167,6 @@ def test_a_head_that_is_not_stored_is_a_copy(tmp_path: Path) -> None:
 
 
 def test_what_is_held_is_told_to_the_planner(tmp_path: Path) -> None:
-    """Device, dtype and bytes of what a parameter holds; bound to its place only where it stays."""
     checkpoint = write(tmp_path, a=[1, 2], b=[1, 2])
     a = FakeParameter(("a",), dtype="float16", device="CL", nbytes=4)
     wants = matched(checkpoint, a, FakeParameter(("b",)), keep_on=["CL"]).wants
@@ -196,7 +193,6 @@ def test_views_are_written_in_place_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_below_a_byte_only_whole_tensors(tmp_path: Path) -> None:
-    """Rows of dtypes smaller than a byte are neither cut nor reordered."""
     file = write_safetensors(tmp_path / "m.safetensors", {"w": ("F4", (4, 4), bytes(8))})
     checkpoint = streamload.open_checkpoint(file)
     assert incoherent(checkpoint, Source((RowRange("w", 0, 4),))) == ""

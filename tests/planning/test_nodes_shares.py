@@ -56,7 +56,6 @@ def made(
 
 
 def test_the_digest_is_the_same_for_any_order_of_ranks(tmp_path: Path) -> None:
-    """Shares follow the names of nodes, numbers in them by value, and so does the digest."""
     checkpoint = llama(tmp_path, 9)
     budgets = {f"board-{n}": 2000 + 100 * n for n in (1, 2, 10, 9)}
     splits: list[Split] = ["layers", "balanced", "replicate"]
@@ -134,7 +133,6 @@ def test_whole_layers_and_both_ends(tmp_path: Path) -> None:
 
 
 def test_one_node_has_it_all(tmp_path: Path) -> None:
-    """A group of one holds all layers and both ends, however it is split."""
     checkpoint = llama(tmp_path)
     splits: list[Split] = ["layers", "balanced", "replicate", lambda nodes, sizes: {"a": sizes}]
     for split in splits:
@@ -145,7 +143,6 @@ def test_one_node_has_it_all(tmp_path: Path) -> None:
 
 
 def test_more_nodes_than_layers(tmp_path: Path) -> None:
-    """Some have nothing to load; every parameter is still in one share."""
     checkpoint = llama(tmp_path, 2)
     for split in ("layers", "balanced"):
         one = made(checkpoint, {f"n{n}": 3000 for n in range(20)}, split)  # type: ignore[arg-type]
@@ -170,7 +167,6 @@ def test_tied_embeddings_are_on_both_ends(tmp_path: Path) -> None:
 
 
 def test_balanced_fills_all_alike(tmp_path: Path) -> None:
-    """Whole tensors, by budget: no share is fuller than the others by more than one tensor."""
     generator = random.Random(1)
     tensors = {
         f"t{n}": ("U8", (size,), bytes(size))
@@ -270,7 +266,6 @@ def test_as_json_and_as_a_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["layers", "balanced", "replicate"])
 def test_a_thousand_nodes(split: Split) -> None:
-    """1,000 layers of 100 tensors on 1,000 nodes are planned within seconds."""
     path = Path("/nowhere/model.safetensors")
     dtype = BY_CODE["BF16"]
     infos = [

@@ -96,7 +96,6 @@ plans = st.builds(
 @settings(max_examples=few(150), deadline=None)
 @given(plans)
 def test_json_round_trip(plan: Plan) -> None:
-    """Any plan is read back equal, of the same types, and with the same digest."""
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert repr(again) == repr(plan)
@@ -181,14 +180,12 @@ FOUR = checkpoint_of({name: ("F32", [4]) for name in "abcd"})  # 16 bytes each
 
 
 def test_fresh_parameters_add_up() -> None:
-    """Nothing is held before: the peak is what is resident at the end, all of it fresh."""
     d = plan_of(FOUR, device_spec("d", 64)).device("d")
     assert (d.resident_nbytes, d.scratch_nbytes, d.peak_nbytes, d.fresh_nbytes) == (64, 0, 64, 64)
     assert not d.release_first
 
 
 def test_in_place_takes_nothing_more() -> None:
-    """Parameters of the same place, dtype and size are overwritten: the peak is what is held."""
     plan = plan_of(FOUR, device_spec("d", 64, free_nbytes=0), wants=[held(n, 16) for n in "abcd"])
     assert {p.action for p in plan.placements} == {"in_place"}
     d = plan.device("d")
@@ -196,7 +193,6 @@ def test_in_place_takes_nothing_more() -> None:
 
 
 def test_replacing_never_holds_old_and_new() -> None:
-    """Each old parameter goes before its new one comes: 4 times 16 for 4 times 16."""
     wants = [held(name, 16, dtype="int32") for name in "abcd"]
     plan = plan_of(FOUR, device_spec("d", 64), wants=wants)
     assert {(p.action, p.released_nbytes) for p in plan.placements} == {("replace", 16)}
@@ -230,7 +226,6 @@ def test_parameters_on_another_device_give_nothing_back_here() -> None:
 
 
 def test_allocations_are_counted_as_the_allocator_rounds() -> None:
-    """Resident bytes are rounded up to the device's granularity, tensor by tensor."""
     plan = plan_of(FOUR, device_spec("d", 400, granularity_nbytes=100))
     assert plan.resident_nbytes == 400
     with pytest.raises(PlanInfeasibleError):
@@ -238,7 +233,6 @@ def test_allocations_are_counted_as_the_allocator_rounds() -> None:
 
 
 def test_placements_follow_the_files() -> None:
-    """Whatever the order of the wants, parameters are streamed in the order of their bytes."""
     checkpoint = checkpoint_of(
         {"b": ("F32", [4]), "a": ("F32", [4, 2])}, {"c": ("F32", [4]), "z": ("F32", [0])}
     )
@@ -651,7 +645,6 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
 
 
 def test_a_thousand_random_plans() -> None:
-    """Every plan is within its budget and what is free by a recount of its own; others say so."""
     made = refused = 0
     for seed in range(1000):
         checkpoint, (spec,), arguments = random_case(random.Random(seed))
@@ -711,7 +704,6 @@ def test_llama_3_8b_over_14_nodes(tmp_path: Path) -> None:
 
 
 def test_unequal_devices_take_their_share() -> None:
-    """Every layer is on one device, in order, and the larger budget holds more."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F32", [250]) for i in range(9)})
     plan = plan_of(checkpoint, device_spec("a", 4000), device_spec("b", 8000))
     assert [plan.device(n).resident_nbytes for n in "ab"] == [3000, 6000]
@@ -850,7 +842,6 @@ def test_every_part_of_a_parameter_is_asked_for_its_scale() -> None:
 
 @pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "C64"])
 def test_what_a_device_cannot_hold_is_refused_by_name(code: str) -> None:
-    """The error names tensor, file, dtype and device; nothing is allocated for it."""
     checkpoint = checkpoint_of({"fine": ("F32", [4]), "odd": (code, [8])})
     spec = device_spec("CL", 1000, unsupported=frozenset({BY_CODE[code].name}))
     with pytest.raises(UnsupportedCastError) as caught:
@@ -881,7 +872,6 @@ def test_a_dtype_that_is_asked_for_is_had() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 300])
 def test_a_hundred_thousand_tensors(nodes: int) -> None:
-    """A large checkpoint over many nodes is planned whole, each tensor once."""
     tensors = {f"layers.{i // 100}.experts.{i % 100}.w": ("BF16", [8, 8]) for i in range(100_000)}
     specs = [device_spec(f"n{i}", 100_000_000 // nodes) for i in range(nodes)]
     plan = plan_of(checkpoint_of(tensors), *specs, dtype="float16")

@@ -218,7 +218,6 @@ KINDS = st.sampled_from(["exact", "cuda_caching", "cuda_expandable", "cuda_drive
 @settings(max_examples=few(300), deadline=None)
 @given(sizes=SIZES)
 def test_segments_are_those_of_a_model_with_addresses(sizes: list[int]) -> None:
-    """Step by step the same as a model that keeps every block where it lies."""
     assert cuda(*sizes) == by_address(sizes)
 
 
@@ -299,7 +298,6 @@ def test_peaks_are_those_of_the_allocator(allocator: AllocatorKind) -> None:
 
 
 def test_a_budget_counts_whole_segments() -> None:
-    """What fits by its bytes alone is refused with what the allocator would take."""
     checkpoint = checkpoint_of(SHAPES)
     assert plan_of(checkpoint, spec(60 * MIB)).devices[0].peak_nbytes == 60 * MIB
     with pytest.raises(PlanInfeasibleError) as caught:
@@ -312,7 +310,6 @@ def test_a_budget_counts_whole_segments() -> None:
 
 
 def test_what_is_written_in_place_is_not_allocated() -> None:
-    """It is held at its own size, and takes no part in the segments of the others."""
     checkpoint = checkpoint_of(SHAPES)
     wants = [
         TensorRequest(w.name, w.shape, w.source, held=("cuda:0", "uint8", 8 * MIB))
@@ -521,7 +518,6 @@ def test_the_drivers_budget_is_exact() -> None:
 
 
 def test_each_device_has_segments_of_its_own() -> None:
-    """Under a split, a device's segments hold what is placed there, and nothing else."""
     shapes = {f"model.layers.{i}.w": ("U8", (8 * MIB,)) for i in range(6)}
     checkpoint = checkpoint_of(shapes)
     wants = wants_of(checkpoint)

@@ -49,7 +49,6 @@ def plan(*arguments: object, encoding: str = "utf-8") -> list[str]:
 
 
 def test_bars_are_to_scale() -> None:
-    """The longest fills the line; each part ends where its share of that does."""
     rows = [Stack("a", (40, 20, 40), "60 of 100"), Stack("long", (25, 0, 25), "25 of 50")]
     first, second, legend = draw_text(SERIES, rows, width=57, marks="#=.")
     assert first == "a     " + "#" * 16 + "=" * 8 + "." * 16 + "  60 of 100"
@@ -58,7 +57,6 @@ def test_bars_are_to_scale() -> None:
 
 
 def test_bars_of_nothing() -> None:
-    """No bars, bars without length and lines that are too narrow are drawn all the same."""
     assert draw_text(SERIES, [], width=80) == [""]
     assert draw_text(SERIES, [Stack("a", (0, 0, 0), "")], width=0)[-1] == ""
     assert draw_text(SERIES, [Stack("a", (1, 0, 0), "b")], width=0)[0].count(BLOCKS[0]) == 8

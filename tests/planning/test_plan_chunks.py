@@ -83,7 +83,6 @@ def played(plan: Plan, cut: Sequence[Chunk], files: Sequence[Array]) -> list[Arr
 
 
 def test_a_tensor_is_cut_anywhere() -> None:
-    """Chunks end at whole elements, go up in the file, and the last is what is left."""
     checkpoint = checkpoint_of({"w": ("F32", [5, 3])})
     plan = plan_of(16, place("w", (5, 3), [RowRange("w", 0, 5)]))
     cut = list(chunks(plan, checkpoint))
@@ -136,7 +135,6 @@ def test_dtypes_below_a_byte_are_bytes(code: str) -> None:
 
 
 def test_files_are_read_front_to_back() -> None:
-    """Chunks go by shard and by first byte, whatever the order of the placements."""
     checkpoint = checkpoint_of({"a": ("F32", [8]), "b": ("F32", [8])}, {"c": ("F32", [8])})
     placements = [
         place("x", (16,), [RowRange("c", 0, 8), RowRange("b", 0, 8)]),
@@ -153,7 +151,6 @@ def test_files_are_read_front_to_back() -> None:
     "transpose", [RowTranspose(4, 2, 3), RowTranspose(4, 3, 2), RowTranspose(1, 24, 1)]
 )
 def test_row_permutation(transpose: RowTranspose, chunk_nbytes: int) -> None:
-    """Rows come out as numpy's swap of axes has them, at any size of chunk, cast or not."""
     checkpoint = checkpoint_of({"pad": ("F32", [3]), "w": ("F32", [24, 5])})
     values = np.arange(3 + 120, dtype=np.float32)
     rows = values[3:].reshape(transpose.groups, transpose.outer, transpose.inner, 5)
@@ -200,7 +197,6 @@ def random_placements(
 
 
 def test_random_sources() -> None:
-    """Concatenations of row ranges of several shards, permuted or not, against numpy."""
     for seed in range(300):
         rng = random.Random(seed)
         shards = [

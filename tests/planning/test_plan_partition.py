@@ -140,7 +140,6 @@ def check_whole(
     tied=st.booleans(),
 )
 def test_split_is_the_best_of_all(sizes: list[int], budgets: list[int], tied: bool) -> None:
-    """The fullest share is exactly the least over every contiguous split, tied or not."""
     items, ties = decoder(sizes, tied=tied)
     nodes = [Node(f"n{k}", budget) for k, budget in enumerate(budgets)]
     parts = partition(items, nodes, tied=ties)
@@ -228,7 +227,6 @@ def test_many_ties_are_counted_once_each(data: st.DataObject) -> None:
     tied=st.booleans(),
 )
 def test_smallest_count_is_the_smallest(sizes: list[int], budget: int, tied: bool) -> None:
-    """That many nodes hold it, one fewer does not; None where no number of nodes would."""
     items, ties = decoder(sizes, tied=tied)
     count = smallest_count(items, budget, tied=ties)
     enough = [
@@ -298,7 +296,6 @@ def test_tied_head_on_another_node_is_a_copy() -> None:
 
 
 def test_unequal_budgets_are_filled_by_share() -> None:
-    """A node of 8 GB takes more layers than one of 3 GB, and both are about as full."""
     parts = partition(llama_3_8b(), [Node("a", "3GB"), Node("b", "8GB"), Node("c", "12GB")])
     assert len(parts[0].layers) < len(parts[1].layers) < len(parts[2].layers)
     assert fullest(parts) == brute_force(
@@ -316,7 +313,6 @@ def test_embedding_is_on_the_first_even_if_it_is_too_small() -> None:
 
 
 def test_more_nodes_than_units() -> None:
-    """The ends are held by the ends and nodes in between stay empty; a single unit goes first."""
     items, _ = decoder([5, 5, 5])
     parts = partition(items, [Node(str(k), 10) for k in range(6)])
     assert (parts[0].units, parts[-1].units) == (("embedding",), ("head",))
@@ -328,7 +324,6 @@ def test_more_nodes_than_units() -> None:
 
 
 def test_nothing_to_split() -> None:
-    """No tensors, or only empty ones, leave every node at nothing."""
     parts = partition([], [Node("a", 1), Node("b", 1)])
     assert [part.nbytes for part in parts] == [0, 0]
     items, _ = decoder([0, 0, 0, 0])
@@ -419,7 +414,6 @@ def test_the_plan_is_the_same_for_any_order_of_the_answers() -> None:
 
 
 def test_a_thousand_nodes() -> None:
-    """1,000 layers of 100 tensors are split over 1,000 unequal nodes without trouble."""
     draw = random.Random(5).randrange
     items = [Item(EMBED, draw(10**9)), Item(NORM, 8192)]
     items += [
@@ -601,7 +595,6 @@ def test_ties_of_a_model_without_layers() -> None:
     ],
 )
 def test_bad_tensors_are_refused(items: list[Item], tied: dict[str, str], message: str) -> None:
-    """Duplicate names, negative sizes and ties to or from the wrong names raise, naming them."""
     with pytest.raises(ValueError, match=message):
         units_of(items, tied=tied)
 

@@ -72,7 +72,6 @@ def refused(kind: type[Exception], checkpoint: Checkpoint, spec: DeviceSpec, **m
 
 
 def test_every_tensor_is_a_sequence_of_wants() -> None:
-    """Those of whole tensors under their own names, one by one and all at once."""
     checkpoint = mixed(0)
     wants = TensorRequests.every(checkpoint)
     expected = [

@@ -204,7 +204,6 @@ FAMILIES = ("llama", "fused", "gpt2", "experts", "stacked", "fp8")
     "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 30)) for n in range(100)]
 )
 def test_each_byte_is_on_one_rank_of_a_group(seed: int) -> None:
-    """Random models, meshes and budgets, ten of each seed; sizes that do not divide are refused."""
     chance = random.Random(seed)
     for number in range(10):
         model = Model.random(FAMILIES[number % len(FAMILIES)], chance)
@@ -255,7 +254,6 @@ def test_what_transformers_leaves_whole_stays_whole() -> None:
 
 
 def test_replicas_and_digest() -> None:
-    """Whole parameters are replicas in their group; the digest covers slices and parts."""
     checkpoint = Model("llama", 8, 4, 4, 32, 16, 2).checkpoint()
     plan = made(checkpoint, [10**6] * 4, Mesh(2, 2))
     (first, names), (second, others) = plan.replicas()

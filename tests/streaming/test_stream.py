@@ -197,7 +197,6 @@ def test_every_byte_is_that_of_an_independent_reference(
 
 
 def test_small_chunks_of_one_parameter_share_a_slot_that_holds_them(tmp_path: Path) -> None:
-    """Rows that are streamed one by one, each rounded up in staging, never overflow a slot."""
     data = random_bytes(1, 60)
     for i in range(2):
         write_safetensors(tmp_path / f"{i}.safetensors", {f"t{i}": ("U8", (30, 2), data)})
@@ -394,7 +393,6 @@ def test_values_out_of_range_stop_the_stream_by_name(tmp_path: Path) -> None:
 
 
 def test_an_error_in_progress_comes_out(tmp_path: Path) -> None:
-    """What the caller's progress function raises ends the stream, cleanly."""
     path = write_safetensors(tmp_path / "x.safetensors", some_tensors(8))
 
     def complain(done: int) -> None:
@@ -502,7 +500,6 @@ def test_a_process_without_a_handler_is_left_alone(handler: Any) -> None:
 
 
 def test_deferred_interrupts_nest() -> None:
-    """The outermost block decides: Ctrl-C inside is raised at its end, and asked for inside."""
     reached = []
     with pytest.raises(KeyboardInterrupt), deferred_interrupt():
         with deferred_interrupt():

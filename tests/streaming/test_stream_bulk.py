@@ -130,7 +130,6 @@ _TURNS: dict[str, Callable[[int], int]] = {
 @pytest.mark.parametrize("other", ["one by one", "bulk", "host-visible"])
 @pytest.mark.parametrize("turn", _TURNS)
 def test_each_device_gets_its_own(tmp_path: Path, other: Any, turn: str) -> None:
-    """Two that take in bulk, or one beside one that does not, in one file: none gets another's."""
     for threads in (1, 3):
         for seed in range(2):
             one = RecordedTorchDevice(name="ONE", in_bulk=True, seed=seed)

@@ -114,7 +114,6 @@ def test_tensors_of_a_pack_have_memory_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [0, 1, 40_000, 99_999])
 def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, left: int) -> None:
-    """Not the pack: that of the first byte that is missing. What came before is stated truly."""
     values = write(tmp_path, [1000] * 100)
     checkpoint = open_checkpoint(tmp_path)
     plan = planned(checkpoint, device_spec("host", 2**30, granularity_nbytes=16))
@@ -234,7 +233,6 @@ class _Ranges(HostFramework):
 def test_neighbours_in_a_segment_are_copied_together(
     tmp_path: Path, size: int, joined: bool
 ) -> None:
-    """Where they touch; never past the end of a segment, which the driver would refuse."""
     values = write(tmp_path, [size] * 400)
     checkpoint = open_checkpoint(tmp_path)
     device: Any = Segments()

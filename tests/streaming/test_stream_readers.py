@@ -161,7 +161,6 @@ def test_what_is_cold_is_read_past_the_page_cache(disk: Path) -> None:
 
 
 def test_planning_leaves_the_page_cache_as_it_is(disk: Path) -> None:
-    """To ask what is resident brings nothing in but the headers, which are read."""
     path = cool(write(disk / "c", 64 * MIB))
     plan(path)
     assert (resident_fraction(files(path)[0]) or 0) < 0.5
@@ -239,7 +238,6 @@ def test_direct_reads_bring_the_right_bytes(disk: Path, host_visible: bool, thre
 
 
 def test_direct_reads_of_rows_in_another_order(disk: Path) -> None:
-    """Rows that are permuted, parts of tensors and gaps between them come right as well."""
     rng = np.random.default_rng(3)
     tensors = {f"t{i}": ("U8", [64, 300 + i], rng.bytes(64 * (300 + i))) for i in range(4)}
     disk.joinpath("c").mkdir()
@@ -264,7 +262,6 @@ def test_direct_beside_other_readers(disk: Path) -> None:
 
 
 def test_a_reader_that_falls_back_says_so(tmp_path: Path) -> None:
-    """In memory there is nothing to read past: the report says why it was read otherwise."""
     shared = Path("/dev/shm")
     if filesystem_and_length(shared)[0] != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs")
@@ -365,7 +362,6 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_options_of_the_commands(disk: Path) -> None:
-    """They reach the plan and the report; what is wrong is one line and exit code 2."""
     path = write(disk / "c", 100_000)
     ways = ("--reader", "direct", "--page-cache", "drop")
     planned = command("plan", path, "--budget", "1GB", "--dtype", "checkpoint", *ways)

@@ -140,7 +140,6 @@ def test_late_copies_in_any_order_fill_modules_right(
 def test_what_lies_together_is_read_at_once(
     raw: Made, disk: Disk, reader: str, threads: int
 ) -> None:
-    """Raw tensors beside each other come by one read, and several copies of one slot."""
     device = RecordedTorchDevice(threads=threads)
     run = prepare(make("meta"), raw, device, threads=threads, reader=reader)
     run.go()

@@ -74,7 +74,6 @@ def test_a_pipeline_of_the_hub(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_patterns_of_dtypes(tmp_path: Path) -> None:
-    """They are of all components together, or begin like some; a slip is an error."""
     folder = saved(tmp_path, "Stable Diffusion")
     patterns = {"*attn*": "float32", "text_enc*proj.bias": "float32", "*": "float16"}
     found = ours(folder, dtype=patterns)
