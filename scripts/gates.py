@@ -113,23 +113,8 @@ LLAMAS = tuple(
 )
 SOURCES = (
     *(f"{family}-{way}" for family in FAMILIES for way in ("float32", "bfloat16", "shards")),
-    *(
-        "llama-nf4",
-        "llama-int8",
-        "llama-fp4",
-        "llama-q8_0",
-        "llama-q4_0",
-        "llama.gguf",
-        "llama.irpa",
-        "q8.gguf",
-        "q4k.gguf",
-    ),
-    *(
-        "float64.safetensors",
-        "float16.safetensors",
-        "bfloat16.safetensors",
-        "float8_e4m3fn.safetensors",
-    ),
+    *(*LLAMAS[3:], "llama.gguf", "llama.irpa", "q8.gguf", "q4k.gguf"),
+    *(f"{kind}.safetensors" for kind in ("float64", "float16", "bfloat16", "float8_e4m3fn")),
     *("int32.safetensors", "state.pth", "missing.safetensors"),
 )
 # the tensors of these are two linear layers
@@ -166,15 +151,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "runtime": (None, "candle", "mlx", "torch"),
 }
 LOAD = [
-    "dtype",
-    "quant",
-    "out_of_range",
-    "cast",
-    "reader",
-    "chunk_nbytes",
-    "threads",
-    "budget",
-    "rename",
+    *("dtype", "quant", "out_of_range", "cast"),
+    *("reader", "chunk_nbytes", "threads", "budget", "rename"),
+]
+CONVERT = [
+    *("dtype", "quant", "out_of_range", "rename"),
+    *("select", "exclude", "max_shard_size", "to", "runtime"),
 ]
 ENTRANCES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "load": ([*LOAD, "device"], SOURCES),
@@ -186,20 +168,7 @@ ENTRANCES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "offload": ([*LOAD, "tokens", "stay"], LLAMAS),
     "split": (["dtype", "quant", "rename", "reserve", "context"], SOURCES),
     "stream_layers": (LOAD, LLAMAS),
-    "convert": (
-        [
-            "dtype",
-            "quant",
-            "out_of_range",
-            "rename",
-            "select",
-            "exclude",
-            "max_shard_size",
-            "to",
-            "runtime",
-        ],
-        SOURCES,
-    ),
+    "convert": (CONVERT, SOURCES),
     "verify": ([], SOURCES),
     "diff": (["dtype", "select"], SOURCES),
 }

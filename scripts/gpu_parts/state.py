@@ -26,15 +26,8 @@ ROOMS = (
 )
 SHARDS = (1, 4)
 KINDS = (
-    "load",
-    "from_pretrained",
-    "offload, 1 token",
-    "offload, 128 tokens",
-    "stored nf4",
-    "quant=nf4",
-    "quant=int8",
-    "mixture",
-    "pipeline",
+    *("load", "from_pretrained", "offload, 1 token", "offload, 128 tokens", "stored nf4"),
+    *("quant=nf4", "quant=int8", "mixture", "pipeline"),
 )
 ROWS = tuple(f"{kind}, {n} shard{'s' * (n > 1)}" for kind in KINDS for n in SHARDS)
 #: Begin the reason of a test that was skipped and need not run.

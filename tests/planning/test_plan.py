@@ -267,14 +267,8 @@ BIG = checkpoint_of({f"w{i}": ("BF16", [8 * MIB]) for i in range(4)})  # 16 MiB 
         ),
     ],
     ids=[
-        "mapped",
-        "staged, shared",
-        "staged",
-        "pread",
-        "http",
-        "pread, no cast",
-        "numpy",
-        "device",
+        *("mapped", "staged, shared", "staged", "pread"),
+        *("http", "pread, no cast", "numpy", "device"),
     ],
 )
 def test_staging(
