@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import pytest
 from cast_reference_helpers import CASTS, Bits, as_bits, pair_id, samples, tallied
-from ptx_cuda_helpers import BUSY_NBYTES, CONTEXT, FILL, MEMORY_NBYTES, Gpu, gpu
+from ptx_cuda_helpers import FILL, Gpu, gpu
 
 from streamload.codecs.cast_cuda import blocks, cast_ptx
 from streamload.codecs.floats import PAIRS, lossless
 from streamload.codecs.ptx import BLOCK_THREADS
-from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
+from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function
 from streamload.errors import DeviceError
 
 __all__ = ["gpu"]
-CHUNK_NBYTES = 2_831_155  # 2.7 MiB, and no whole number of vectors
 
 
 @cache
@@ -165,100 +162,3 @@ def test_a_refused_text_says_why(gpu: Gpu) -> None:
     print(f"\nrefused as: {caught.value}")
     with pytest.raises(DeviceError, match="cuModuleGetFunction: other"):
         load_function(cuda._driver(), "cuda:0", good, "other")
-
-
-def _report(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print(f"\n  {line}", end="")
-
-
-def test_what_loading_costs(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
-    """Says how long it takes to make and load kernels, and how much device memory they take."""
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    library = ctypes.CDLL("libcuda.so.1")
-
-    def free_nbytes() -> int:
-        status = library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-        CONTEXT.check(status, "cuMemGetInfo")
-        return free.value
-
-    loaded = []
-    for src, dst in ((BF16, F16), (F16, F32), (F32, F16), (BY_CODE["F8_E4M3"], BF16)):
-        began = time.perf_counter()
-        ptx = cast_ptx(src, dst, clamp=False)
-        made = time.perf_counter()
-        before = free_nbytes()
-        asked = time.perf_counter()
-        # a comment: not the text that the driver may have in its cache
-        fresh = f"{ptx}\n// {time.time_ns()}"
-        function = load_function(cuda._driver(), "cuda:0", fresh)
-        done = time.perf_counter()
-        loaded.append(function.module)
-        _report(
-            f"{src.code}-{dst.code}: PTX {1e3 * (made - began):.1f} ms (0 if made before), "
-            f"loaded in {1e3 * (done - asked):.1f} ms, took {before - free_nbytes()} bytes",
-            capsys,
-        )
-    for module in loaded:
-        gpu.call("cuModuleUnload", module)
-    assert all(loaded)
-
-
-TIMED: Sequence[tuple[DType, DType, bool, tuple[int, int]]] = (
-    (BF16, F16, True, (0, 0)),
-    (BF16, F16, True, (3, 0)),
-    (BF16, F16, False, (0, 0)),
-    (BF16, F16, False, (0, 1)),
-    (F16, F32, False, (0, 0)),
-    (F16, F32, False, (0, 1)),
-    (BF16, F32, False, (0, 0)),
-    (F32, F16, False, (0, 0)),
-    (F32, BF16, False, (0, 0)),
-    (BY_CODE["F8_E4M3"], BF16, False, (0, 0)),
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    TIMED,
-    ids=lambda c: f"{c[0].code}-{c[1].code}-{'in place' if c[2] else 'apart'}-{c[3][0]}{c[3][1]}",
-)
-def test_a_chunk_takes_microseconds(
-    gpu: Gpu, case: tuple[DType, DType, bool, tuple[int, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Says how long the kernel of a chunk takes, between launches and alone; the bits are right."""
-    src, dst, in_place, shifts = case
-    numel = CHUNK_NBYTES // src.itemsize
-    values = np.random.default_rng(3).normal(0, 0.02, numel).astype(np.float32)
-    x = values.astype(src.numpy).view(f"u{src.itemsize}")
-    handle = kernel(src, dst)
-    room = 8 * 2**20  # a chunk, or what becomes of it where that is wider
-    spread = (MEMORY_NBYTES - BUSY_NBYTES - 4096) // (2 * room)
-    told = 0 if lossless(src, dst) else gpu.address
-    places = []
-    for index in range(spread):
-        start = 4096 + 2 * index * room + shifts[0] * src.itemsize
-        out = start if in_place else 4096 + (2 * index + 1) * room + shifts[1] * dst.itemsize
-        places.append((gpu.address + start, gpu.address + out, numel, told))
-        gpu.put(start, x)
-    gpu.put(0, np.zeros(256, np.uint8))
-
-    def launch(which: Sequence[tuple[int, int, int, int]]) -> None:
-        for arguments in which:
-            gpu.launch(handle, blocks(numel), arguments)
-
-    launch(places[:1])
-    found = gpu.get(places[0][1] - gpu.address, numel * dst.itemsize)
-    tally = tuple(gpu.get(0, 24).view(np.uint64).tolist())
-    check((as_bits(bytearray(found.tobytes()), dst), tally), tallied(src, dst, x), x)
-
-    cold = gpu.microseconds(lambda: launch(places * 8)) / (8 * spread)
-    hot = gpu.microseconds(lambda: launch(places[:1] * 200)) / 200
-    alone = sorted(gpu.microseconds(lambda: launch(places[:1])) for _ in range(11))[5]
-    nbytes = numel * (src.itemsize + dst.itemsize)
-    _report(
-        f"{src.code}-{dst.code} {'in place' if in_place else 'apart'} {shifts}: "
-        f"{cold:.2f} us in memory ({nbytes / cold / 1e6:.2f} TB/s read and written), "
-        f"{hot:.2f} us in caches, one between two events {alone:.2f} us",
-        capsys,
-    )

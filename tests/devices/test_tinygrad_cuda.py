@@ -535,53 +535,22 @@ def test_the_first_load_of_a_process_grows_it_by_little(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_host_holds_little_and_the_rate_beside_tinygrads(large: Path) -> None:
-    """At most 100 MB more than before. Printed: the rates, tinygrad's own from the same files."""
-    from tinygrad import Device, nn
-
+def test_the_host_holds_little(large: Path) -> None:
+    """At most 100 MB more than before."""
     load(None, large, dtype="checkpoint")  # what is compiled once
     gc.collect()
-    rates: dict[str, list[float]] = {"streamload": [], "its stream": [], "tinygrad": []}
-    grown: dict[str, list[int]] = {"streamload": [], "tinygrad": []}
     for _ in range(3):
         model = empty_model(large)
         with HostMemory() as host:
-            begun = time.perf_counter()
             report = load(model, large, dtype="checkpoint")
-            rates["streamload"].append(report.read_nbytes / (time.perf_counter() - begun) / 1e9)
-        rates["its stream"].append(report.read_nbytes / report.stream_seconds / 1e9)
-        grown["streamload"].append(host.grown_nbytes)
+        assert host.grown_nbytes <= 100_000_000
         check(report, large, model)
-        nbytes = report.read_nbytes
         del model, report
         gc.collect()
-        model = empty_model(large)
-        with HostMemory() as host:
-            begun = time.perf_counter()
-            state = {}
-            for shard in sorted(large.glob("*.safetensors")):
-                state.update(nn.state.safe_load(str(shard)))
-            nn.state.load_state_dict(model, state, verbose=False)
-            Device["CUDA"].synchronize()
-            rates["tinygrad"].append(nbytes / (time.perf_counter() - begun) / 1e9)
-        grown["tinygrad"].append(host.grown_nbytes)
-        del model, state
-        gc.collect()
-        free_nbytes()
-    for name, found in rates.items():
-        print(f"\n{name}: {', '.join(f'{rate:.2f}' for rate in found)} GB/s", end="")
-        if name in grown:
-            print(f"; the host grew by {[n // 10**6 for n in grown[name]]} MB", end="")
-    ratio = sorted(rates["streamload"])[1] / sorted(rates["tinygrad"])[1]
-    print(f"\n{ratio:.1f} times tinygrad's own ({nbytes / 1e9:.2f} GB)")
-    assert max(grown["streamload"]) <= 100_000_000
 
 
 def test_many_small_tensors(tmp_path: Path) -> None:
-    """50,000 tensors of 8 kB. Printed: the time of each, and of tinygrad's own part in it."""
-    from tinygrad import Tensor
-    from tinygrad.uop.ops import UOp
-
+    """50,000 tensors of 8 kB."""
     from streamload.devices.tinygrad.device import FRAMEWORK
 
     count, numel = 50_000, 4096
@@ -590,27 +559,10 @@ def test_many_small_tensors(tmp_path: Path) -> None:
         tmp_path / "many.safetensors",
         {f"layer.{i}.w": ("BF16", (numel,), block) for i in range(count)},
     )
-    begun = time.perf_counter()
     report = load(None, path, dtype="checkpoint")
-    each = (time.perf_counter() - begun) / count
-    print(
-        f"\n{count} tensors: {1e6 * each:.1f} microseconds each, of those "
-        f"{1e6 * report.stream_seconds / count:.1f} in the stream, "
-        f"{report.read_nbytes / report.stream_seconds / 1e9:.2f} GB/s of the stream"
-    )
     device = FRAMEWORK.device("CUDA")
     for tensor in report.state_dict.values():
         assert device.read(tensor.uop.base.buffer, 0, len(block)) == block
-    begun = time.perf_counter()
-    buffers = [device.allocate(BY_NAME["bfloat16"], (numel,)) for _ in range(5000)]
-    allocated = time.perf_counter()
-    tensors = [Tensor(UOp.from_buffer(buffer)) for buffer in buffers]
-    ended = time.perf_counter()
-    print(
-        f"of those {1e6 * (allocated - begun) / 5000:.1f} to allocate and "
-        f"{1e6 * (ended - allocated) / 5000:.1f} for tinygrad's Tensor"
-    )
-    del tensors, buffers
 
 
 @pytest.mark.skipif(DEVICES < 2, reason="one CUDA device here")

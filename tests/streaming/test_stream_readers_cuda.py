@@ -184,31 +184,3 @@ def test_weights_and_scratch_are_enough_and_a_mebibyte_less_is_refused(path: Pat
         with pytest.raises(PlanInfeasibleError):
             load(path, dtype=dtype, budget=least + scratch - MIB)
         assert torch.cuda.max_memory_reserved() == before
-
-
-def test_figures(path: Path) -> None:
-    """Not a test of speed: what each way took, for who reads the output (pytest -s)."""
-    for cold in (False, True):
-        for reader in ("auto", "pread", "direct"):
-            rates = []
-            for _ in range(3):
-                (cool if cold else warm)(path)
-                report = streamload.load_state_dict(
-                    None,
-                    path,
-                    dtype="checkpoint",
-                    device="cuda:0",
-                    progress=False,
-                    reader=reader,  # type: ignore[arg-type]
-                )
-                rates.append(report.read_nbytes / 1e9 / report.stream_seconds)
-                assert report.read_nbytes == sum(
-                    p.src.nbytes(int(np.prod(p.shape))) for p in report.plan.placements
-                )
-                del report
-                torch.cuda.empty_cache()
-            print(
-                f"{'cold' if cold else 'warm'} reader={reader}: "
-                + ", ".join(f"{rate:.1f}" for rate in rates)
-                + " GB/s streaming"
-            )
