@@ -39,17 +39,10 @@ from streamload.offloading.layers import groups_of_checkpoint
 from streamload.offloading.model import ModelAdapter, Timed, adapter_of, check_place, device_of
 from streamload.offloading.plan import OffloadPlan, Problem, decide_by_layers
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.slots import (
-    ExpertCache,
-    FileRange,
-    FileViews,
-    HostFile,
-    Layer,
-    Slots,
-)
+from streamload.offloading.slots import ExpertCache, FileViews, HostFile, Layer, Slots
 from streamload.planning.match import wants_of
 from streamload.planning.moves import DeviceSpec
-from streamload.planning.plan import Plan, load_nbytes
+from streamload.planning.plan import load_nbytes
 from streamload.planning.quant_policy import NO_QUANT, STORED
 from streamload.planning.shares import Share
 from streamload.planning.sources import Found
@@ -503,45 +496,28 @@ def begin(
     """
     if made.stream is None:
         return made
-    kept = None
+    kept, checkpoint = None, problem.checkpoint
     try:
         if made.host:
             names, ahead = made.tensors_of(made.host, problem.wants), made.stream.ahead
-            kept = HostFile(problem.checkpoint, names, keeps=made.cached, ahead=ahead)
-            made = problem.streamed_from(made, kept.checkpoint)
-            problem = replace(problem, checkpoint=kept.checkpoint)
+            kept = HostFile(checkpoint, names, keeps=made.cached, ahead=ahead)
+            checkpoint = kept.checkpoint
+            made = problem.streamed_from(made, checkpoint)
         assert made.stream is not None
         devices = {made.stream.devices[0].device: device}
-        transfer = Transfer(made.stream, problem.checkpoint, devices, problem.options.changes)
+        transfer = Transfer(made.stream, checkpoint, devices, problem.options.changes)
         watch = PassWatch(made.device, made.passes_nbytes)  # before slots and staging are touched
-        rounds.open(transfer, _slots(made, problem, device, kind), watch, kept)
+        if made.views:
+            slots: Slots = FileViews(made, checkpoint, device, kind.weight_of)
+        else:
+            arena = device.allocate(BY_NAME["uint8"], (made.residency.arena_nbytes,))
+            slots = kind(arena, made, checkpoint)
+        rounds.open(transfer, slots, watch, kept)
         return made
     except BaseException:
         if kept is not None:
             kept.close()
         raise
-
-
-def _slots(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Slots:
-    if made.views:
-        return FileViews(made, problem.checkpoint, device, kind.weight_of)
-    assert made.stream is not None
-    arena = device.allocate(BY_NAME["uint8"], (made.residency.arena_nbytes,))
-    return kind(arena, made, _parts(made.stream, problem.checkpoint))
-
-
-def _parts(plan: Plan, checkpoint: Checkpoint) -> dict[int, FileRange]:
-    """Return the file bytes of parts of quantized weights, by placement, for `Slots`.
-
-    Matrices of floats are left out: a product may depend on their address.
-    """
-    found = {}
-    for at, (_, (row, *_), kind, *_) in enumerate(plan.placements):
-        if row.tensor in checkpoint.members and kind.cast == "copy":
-            info = checkpoint.tensors[row.tensor]
-            if kind.dst.kind != "float" or len(kind.shape) == 1:
-                found[at] = FileRange(info.shard, info.start, info.stop)
-    return found
 
 
 #: The calls that are suggested, for a model and for a checkpoint without one.

@@ -189,7 +189,7 @@ class Rounds(Sink):
             (first,) = self._acquire([number], self.stats.stalls, number)
         if not self._reads_here():
             self._wake()  # the next may go where the one before was
-        return self.memory.buffers(number, first)
+        return self.memory.views(number, first)[0]
 
     def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[int]:
         """Wait until layers are in slots; return each one's first; add seconds to ``stalls``."""
@@ -496,8 +496,8 @@ class Rounds(Sink):
             work.wait()
         for number, first in picked:
             layer = self._layers[number]
-            buffers = self.memory.to_fill(number, first)
-            job.buffers.update(zip(layer.placements, buffers, strict=True))
+            _, to_fill = self.memory.views(number, first)
+            job.buffers.update(zip(layer.placements, to_fill, strict=True))
             if number >= self._first_expert:
                 self.experts.count_read(number, layer.read_nbytes)
             if number not in self._work:  # made late: of very many experts few are chosen

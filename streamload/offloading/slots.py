@@ -5,14 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import accumulate, chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, map_shard, 
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.system import most_open_files, populate_shared, unmap_pages
-from streamload.core.tensors import first_byte
+from streamload.core.tensors import TensorInfo, first_byte
 from streamload.core.units import round_up
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import CheckpointError, OffloadError
@@ -31,21 +30,10 @@ from streamload.files.page_cache import PageCache, drop_pages
 from streamload.files.reader import Reader
 from streamload.offloading.layers import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.plan import OffloadPlan
-from streamload.planning.moves import Kind
+from streamload.planning.moves import Move
 
 # Parts of quantized weights begin at multiples of this in slots: kernels read vectors.
 _PART_ALIGNMENT_NBYTES = 64
-
-
-class FileRange(NamedTuple):
-    """Bytes ``start`` to ``stop`` (exclusive) of a file."""
-
-    shard: Location
-    start: int
-    stop: int
-
-
-NO_PARTS: Mapping[int, FileRange] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +75,15 @@ class Slots:
     #: Whether tensors may begin at any multiple of 64, and short ones of bytes anywhere.
     packs = True
 
-    def __init__(
-        self, memory: Any, plan: OffloadPlan, parts: Mapping[int, FileRange] = NO_PARTS
-    ) -> None:
-        """Cut ``memory``, the bytes of all slots, by the sizes in ``plan``.
-
-        ``parts``, by placement: the file bytes of parts of quantized weights. In a slot they are
-        adjacent where they are in the file, so that one copy brings them.
-        """
+    def __init__(self, memory: Any, plan: OffloadPlan, checkpoint: Checkpoint) -> None:
+        """Cut ``memory``, the bytes of all slots, by the sizes in ``plan``."""
         assert plan.stream is not None
         self._memory, self._starts = memory, plan.residency.slot_starts
         self._residency, self.layers = plan.residency, plan.residency.slots
-        self.count, kinds = len(self._starts), [m.kind for m in plan.stream.placements]
-        self._layers = [[kinds[at] for at in each] for each in plan.layer_placements]
-        self._offsets = [self._packed(each, kinds, parts) for each in plan.layer_placements]
+        self.count, moves = len(self._starts), [*plan.stream.placements]
+        layers = [[moves[at] for at in each] for each in plan.layer_placements]
+        self._layers = [[move.kind for move in each] for each in layers]
+        self._offsets = [self._packed(each, checkpoint) for each in layers]
         # of each layer a number that those with the same dtypes, shapes and offsets share
         numbers: dict[Hashable, int] = {}
         self._alike = [
@@ -113,32 +96,33 @@ class Slots:
         # By slot and kinds of tensors: tensors to compute with, and the same for workers.
         self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
 
-    def _packed(
-        self, placements: range, kinds: Sequence[Kind], parts: Mapping[int, FileRange]
-    ) -> list[int]:
-        """Return the first byte of each tensor of a layer in its slots, within the planned size."""
+    def _packed(self, moves: Sequence[Move], checkpoint: Checkpoint) -> list[int]:
+        """Return the first byte of each tensor of a layer in its slots, within the planned size.
+
+        Parts of quantized weights are adjacent in a slot where they are in the file, so that one
+        copy brings them; not matrices of floats: a product may depend on their address.
+        """
         found, at = list[int](), 0
-        for index in placements:
-            kind, mine, last = kinds[index], parts.get(index), parts.get(index - 1)
+        last: TensorInfo | None = None
+        for _, (row, *_), kind, *_ in moves:
+            is_part = row.tensor in checkpoint.members and kind.cast == "copy"
+            packs = self.packs and is_part and (kind.dst.kind != "float" or len(kind.shape) == 1)
+            mine = checkpoint.tensors[row.tensor] if packs else None
             aligned = round_up(at, SLOT_ALIGNMENT_NBYTES)
-            if self.packs and found and mine and last and mine.shard == last.shard:
+            if mine and last and mine.shard == last.shard:
                 near = at + mine.start - last.stop
                 short = kind.dst.bits == 8 and kind.nbytes < SLOT_ALIGNMENT_NBYTES
                 if at <= near <= aligned and (short or not near % _PART_ALIGNMENT_NBYTES):
                     aligned = near
             found.append(aligned)
-            at = aligned + kind.nbytes
+            at, last = aligned + kind.nbytes, mine
         return found
 
-    def buffers(self, layer: int, slot: int) -> list[Any]:
-        """Return tensors over a slot for a layer's weights; layers of equal shapes share them."""
-        return self._of(layer, slot)[0]
+    def views(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
+        """Return tensors over a slot for a layer's weights: to compute with, and to fill.
 
-    def to_fill(self, layer: int, slot: int) -> list[Any]:
-        """Return other tensors over the memory of `buffers`, for the threads that fill it."""
-        return self._of(layer, slot)[1]
-
-    def _of(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
+        Layers of equal shapes share them.
+        """
         key = slot, self._alike[layer]
         if key not in self._made:
             found, first = [], self._starts[slot]
@@ -443,7 +427,7 @@ class FileViews(Slots):
             self._addresses[shard] = np.frombuffer(memory, np.uint8).ctypes.data
         return self._maps[shard]
 
-    def _of(self, layer: int, slot: int) -> tuple[list[Buffer], list[Buffer]]:
+    def views(self, layer: int, slot: int) -> tuple[list[Buffer], list[Buffer]]:
         return self._views[layer]
 
     def bring(self, shard: Location, start: int, stop: int) -> None:

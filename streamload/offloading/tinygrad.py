@@ -21,6 +21,7 @@ from tinygrad.engine.realize import capturing
 from tinygrad.tensor import all_tensors
 from tinygrad.uop.ops import Ops, UOp
 
+from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
 from streamload.devices.base import Device
 from streamload.devices.tinygrad.buffers import AbsentBuffer
@@ -44,10 +45,10 @@ from streamload.offloading.model import (
 )
 from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.slots import NO_PARTS, FileRange, Slots
+from streamload.offloading.slots import Slots
 from streamload.planning.moves import TensorRequests
 
-TensorReference = Callable[[], Tensor | None]  # as in ``all_tensors``
+Reference = Callable[[], Tensor | None]  # to a tensor, as in ``all_tensors``
 
 #: The class of TinyJits.
 JIT = type(TinyJit(lambda: None))
@@ -61,41 +62,30 @@ class TinygradSlots(Slots):
 
     packs = False  # drivers of OpenCL have larger alignments
 
-    def __init__(
-        self, memory: Buffer, plan: OffloadPlan, parts: Mapping[int, FileRange] = NO_PARTS
-    ) -> None:
+    def __init__(self, memory: Buffer, plan: OffloadPlan, checkpoint: Checkpoint) -> None:
         """Cut ``memory`` into slots; OffloadError if the device cannot make views of buffers."""
-        super().__init__(memory, plan, parts)
-        self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
+        super().__init__(memory, plan, checkpoint)
         _view_of(memory, 0, memory.nbytes, memory.dtype)
-
-    def to_fill(self, layer: int, slot: int) -> list[Buffer]:
-        """Return `buffers`: the threads that fill a slot use the same objects."""
-        return self.buffers(layer, slot)
-
-    def graphs(self, buffers: Sequence[Buffer]) -> Sequence[UOp]:
-        """Return the graph node (UOp) of each of ``buffers`` of a slot; the same ones each time."""
-        return next(graphs for made, graphs in self._made.values() if made is buffers)
 
     def _view(
         self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]
-    ) -> tuple[Buffer, UOp]:
+    ) -> tuple[UOp, Buffer]:
+        """Return a graph over a buffer, to compute with, and the buffer."""
         buffer = _view_of(self._memory, start, math.prod(shape), TO_TINYGRAD[dtype.name])
-        return buffer, over(buffer, dtype, shape)
+        return over(buffer, dtype, shape), buffer
 
 
 class LentSlots(TinygradSlots):
     """Slots that lend tensors to a loop of `stream_layers`, one layer at a time."""
 
     _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
-    _before: Sequence[TensorReference] = ()  # the program's tensors when they were lent
+    _before: Sequence[Reference] = ()  # the program's tensors when they were lent
 
     def refuse_capture(self) -> None:
         refuse_capture("a layer")
 
-    def lend(self, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """Return tensors over ``buffers`` of a slot, valid until `take_back`."""
-        graphs = self.graphs(buffers)
+    def lend(self, graphs: Sequence[UOp]) -> list[Tensor]:
+        """Return tensors of ``graphs`` over a slot, valid until `take_back`."""
         self._before = [*all_tensors]
         tensors = [Tensor(graph) for graph in graphs]
         self._lent = tensors, graphs
@@ -107,9 +97,8 @@ class LentSlots(TinygradSlots):
         for tensor in tensors:
             shape = tuple(map(int, tensor.shape))
             tensor.uop = absent("the layer before", shape, tensor.dtype, str(tensor.device))
-        weights, before, self._before = {graph.base for graph in graphs}, self._before, ()
-        forget(before, weights)
-        settle(weights, copy=True)
+        before, self._before = self._before, ()
+        settle({graph.base for graph in graphs}, before)
 
 
 def _view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
@@ -118,13 +107,9 @@ def _view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
     with ALLOCATORS:
         if has(buffer.allocator, "_offset"):
             return buffer.view(numel, dtype, start).ensure_allocated()
-        if backend_of(buffer.device) == "CL":
-            return _sub_buffer(buffer, start, numel, dtype)
-    raise OffloadError(f"nothing is offloaded on {buffer.device}: its buffers have no views")
-
-
-def _sub_buffer(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
-    """Return OpenCL's sub-buffer from byte ``start`` on, which tinygrad has no call for."""
+    if backend_of(buffer.device) != "CL":
+        raise OffloadError(f"nothing is offloaded on {buffer.device}: its buffers have no views")
+    # OpenCL's sub-buffer, which tinygrad has no call for
     from tinygrad.runtime.autogen import opencl as cl
 
     region = cl.cl_buffer_region(origin=start, size=numel * dtype.itemsize)
@@ -232,9 +217,9 @@ class StreamedLayer(Wrapped):
         own = super().__call__
 
         def compute() -> Any:
-            buffers = self._rounds.acquire(self._number)
+            graphs = self._rounds.acquire(self._number)
             try:
-                with self._there(buffers):
+                with self._there(graphs):
                     return own(*args, **kwargs)
             finally:
                 self._rounds.release(self._number)
@@ -242,34 +227,25 @@ class StreamedLayer(Wrapped):
         return self._rounds.call(compute)
 
     @contextmanager
-    def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:
-        slots: Any = self._rounds.memory
-        graphs = slots.graphs(buffers)
-        before = [*all_tensors]
+    def _there(self, graphs: Sequence[UOp]) -> Iterator[None]:
+        before, slot = [*all_tensors], id(graphs)
         try:
             for at, tensor, _ in self._places:
                 graph = graphs[at]
                 tensor.uop = graph if graph.shape == tensor.shape else graph.reshape(tensor.shape)
-            with self._jits(id(buffers)):
+            # a TinyJit gets its capture for this slot: a capture is bound to memory
+            for jit in jits_in(self._module):
+                _, jit.cnt, jit.captured = self._captured.get((id(jit), slot), (jit, 0, None))
+            try:
                 yield
+            finally:
+                for jit in jits_in(self._module):
+                    self._captured[id(jit), slot] = jit, jit.cnt, jit.captured
+                    jit.reset()
         finally:
             for _, tensor, absent in self._places:
                 tensor.uop = absent
-            weights = {graph.base for graph in graphs}
-            forget(before, weights)
-            settle(weights, copy=True)
-
-    @contextmanager
-    def _jits(self, slot: int) -> Iterator[None]:
-        """Give TinyJits of the layer their captures for this slot: a capture is bound to memory."""
-        for jit in jits_in(self._module):
-            _, jit.cnt, jit.captured = self._captured.get((id(jit), slot), (jit, 0, None))
-        try:
-            yield
-        finally:
-            for jit in jits_in(self._module):
-                self._captured[id(jit), slot] = jit, jit.cnt, jit.captured
-                jit.reset()
+            settle({graph.base for graph in graphs}, before)
 
     def take_out(self) -> None:
         super().take_out()
@@ -319,27 +295,25 @@ def refuse_capture(name: str) -> None:
 # --- tensors that wait for weights ----------------------------------------------------------------
 
 
-def forget(tensors: Iterable[TensorReference], weights: set[UOp]) -> None:
-    """Let each of ``tensors`` that was given a whole weight raise when it is used, from now on.
+def settle(weights: set[UOp], before: Iterable[Reference] | None = None) -> None:
+    """Compute all tensors that depend on ``weights``, so that these can change.
 
-    They are other modules' weights, as where a TinyJit runs one layer for all: a copy of a weight
-    would take memory beyond the budget.
+    ``before``: the program's tensors before a call that had weights in slots; None: they stay. Then
+    new tensors over the weights get memory of their own, and those that cannot be computed raise
+    when they are used: they would have values of another layer.
     """
-    for tensor in (found for reference in tensors if (found := reference()) is not None):
+    # Others that were given a whole weight raise, too, as where a TinyJit runs one layer for all:
+    # a copy of a weight would take memory beyond the budget.
+    for tensor in (tensor for reference in before or () if (tensor := reference()) is not None):
         if tensor.uop.base in weights and tensor.uop.numel() == tensor.uop.base.numel():
             shape = tuple(map(int, tensor.shape))
             tensor.uop = absent("a layer's weight", shape, tensor.dtype, str(tensor.device))
-
-
-def settle(weights: set[UOp], *, copy: bool = False) -> None:
-    """Compute all tensors that depend on ``weights``, so that these can change.
-
-    With ``copy``, new tensors over the weights get memory of their own, and those that cannot be
-    computed raise when they are used: they would have values of another layer.
-    """
-    found = _reaching(weights)
-    if not copy:
-        found = [tensor for tensor in found if tensor.uop.base not in weights]
+    found, reached = [], dict[UOp, bool]()
+    for tensor in [t for reference in list(all_tensors) if (t := reference()) is not None]:
+        for node in tensor.uop.toposort(gate=lambda node: node not in reached):
+            reached[node] = node in weights or any(reached.get(src, False) for src in node.src)
+        if reached[tensor.uop] and (before is not None or tensor.uop.base not in weights):
+            found.append(tensor)
     try:
         for tensor in found:
             # views; and results of functions, which stay graphs when realized
@@ -348,32 +322,17 @@ def settle(weights: set[UOp], *, copy: bool = False) -> None:
         if found:
             Tensor.realize(*found)
         left = [tensor for tensor in found if not weights.isdisjoint(tensor.uop.toposort())]
-        if left and copy:
+        if left and before is not None:
             raise OffloadError(
                 f"a tensor of {list(left[0].shape)} still waits for its layer's weights when it is "
                 "realised: let the layer give .contiguous() or .clone() of it"
             )
     except BaseException:
-        for tensor in found if copy else ():
+        for tensor in found if before is not None else ():
             if all(isinstance(n, int) for n in tensor.shape):
                 what = "what a layer did not end computing"
                 tensor.uop = absent(what, tensor.shape, tensor.dtype, str(tensor.device))
         raise
-
-
-def _reaching(memory: Collection[UOp]) -> list[Tensor]:
-    reached: dict[UOp, bool] = {}
-
-    def is_new(node: UOp) -> bool:
-        return node not in reached
-
-    found = []
-    for tensor in [t for reference in list(all_tensors) if (t := reference()) is not None]:
-        for node in tensor.uop.toposort(gate=is_new):
-            reached[node] = node in memory or any(reached.get(src, False) for src in node.src)
-        if reached[tensor.uop]:
-            found.append(tensor)
-    return found
 
 
 def absent(name: str, shape: tuple[int, ...], dtype: Any, device: str) -> UOp:

@@ -295,7 +295,7 @@ class StreamedExperts(Wrapped):
         memory = self._rounds.memory
         if most == 1:
             for expert, (number, slot) in zip(some, held, strict=True):
-                own, places = memory.buffers(number, slot), self._places[expert]
+                (own, _), places = memory.views(number, slot), self._places[expert]
                 yield Given([expert], [0], {name: own[at][None] for name, at in places.items()})
             return
         assert isinstance(memory, TorchSlots), "a GPU has no views of files"

@@ -110,7 +110,7 @@ def late(staged: type[Staged], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def released(self: Any, numbers: Sequence[int], work: Any) -> bool:
         for number in {*numbers} & {*self.users} if work is not None else ():
-            start = self.memory.to_fill(number, self._held[number].first)[0].data_ptr()
+            start = self.memory.views(number, self._held[number].first)[1][0].data_ptr()
             stop = start + self.memory._residency.slot_nbytes * self._layers[number].slots
             Late.uses.append((start, stop, work))
         return release(self, numbers, work)

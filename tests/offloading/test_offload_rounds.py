@@ -99,16 +99,13 @@ class _Slots:
         self._slot_nbytes, self._layers = slot_nbytes, layers
         self.given: list[weakref.ref[_Part]] = []
 
-    def to_fill(self, layer: int, slot: int) -> Sequence[_Part]:
-        return self.buffers(layer, slot)
-
-    def buffers(self, layer: int, slot: int) -> Sequence[_Part]:
+    def views(self, layer: int, slot: int) -> tuple[Sequence[_Part], Sequence[_Part]]:
         at, found = slot * self._slot_nbytes, []
         for nbytes in self._layers[layer]:
             found.append(_Part(self.memory[at : at + nbytes]))
             self.given.append(weakref.ref(found[-1]))
             at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return found
+        return found, found
 
     def again(self) -> _Slots:
         """As many, in other memory."""
