@@ -53,24 +53,43 @@ _ENCODED = "encoder_outputs"
 
 
 @dataclass(slots=True)
-class TokenRoom:
-    """The tokens that a plan leaves room for, and the most that passes had.
+class Passes:
+    """Passes (calls of a model), and the tokens that a plan leaves room for in each.
 
     Attributes:
+        count: number of ended passes.
+        seconds: their time.
+        running: passes under way.
         tokens: planned most tokens of one pass, all sequences together; None: no room is planned.
         cached: planned most tokens of the KV cache, likewise; 0: no room is planned.
         most_tokens: the most tokens that a pass had.
         most_cached: the most tokens that the cache had at the end of a pass.
     """
 
+    count: int = 0
+    seconds: float = 0.0
+    running: int = 0
     tokens: int | None = None
     cached: int = 0
     on_overrun: OnOverrun = "warn"
     most_tokens: int = 0
     most_cached: int = 0
 
-    def __bool__(self) -> bool:
-        """Whether any room is planned, so that passes are counted."""
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count and time a pass."""
+        begun = time.perf_counter()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.count += 1
+            self.seconds += time.perf_counter() - begun
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any room is planned, so that tokens are counted."""
         return self.tokens is not None or self.cached > 0
 
     @property
@@ -199,26 +218,6 @@ LayerWeights = Sequence[tuple[int, str]]  # of each weight, the index of its buf
 ExpertWeights = Sequence[Mapping[str, int]]  # of each expert, by weight, the index of its buffer
 
 
-@dataclass(slots=True)
-class Timed:
-    """Number and seconds of ended passes (calls of a model); ``running``: passes under way."""
-
-    passes: int = 0
-    seconds: float = 0.0
-    running: int = 0
-
-    @contextmanager
-    def a_pass(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self.passes += 1
-            self.seconds += time.perf_counter() - begun
-
-
 class Wrapped(Protocol):
     """A substitute for a method of a module, in place while the model is offloaded."""
 
@@ -245,8 +244,7 @@ class ModelAdapter(ABC, Generic[P]):
         modules: dict[str, Any],
         layers: Sequence[str],
     ) -> None:
-        self.timed, self.room = Timed(), TokenRoom()
-        self.notes: list[str] = []
+        self.passes, self.notes = Passes(), list[str]()
         self._model, self._parameters, self._modules = model, parameters, modules
         self._layers = layers
         self._wrapped: list[Wrapped] = []
@@ -421,9 +419,8 @@ class ModelAdapter(ABC, Generic[P]):
         by_name = {group.name: group for group in plan.groups}
 
         def gather(name: str, group: LayerGroup) -> None:
-            names = {at: self._parameters[wants.names[at]].names for at in group.wants}
-            parents = {at: {each.rpartition(".")[0] for each in names[at]} for at in names}
-            at = next(at for at in group.wants if name in parents[at])
+            each = ((at, self._parameters[wants.names[at]].names) for at in group.wants)
+            at = next(at for at, names in each if name in {n.rpartition(".")[0] for n in names})
             info = problem.checkpoint.tensors[wants[at].source[0].tensor]
             reader = RowReader(problem.checkpoint, info, dsts[at], problem.options.out_of_range)
             self.gather_rows(name, reader, device)

@@ -36,7 +36,7 @@ from streamload.loading.place import host_room_nbytes
 from streamload.loading.prepare import Call, Decision, Place, specs_under
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.layers import groups_of_checkpoint
-from streamload.offloading.model import ModelAdapter, Timed, adapter_of, check_place, device_of
+from streamload.offloading.model import ModelAdapter, Passes, adapter_of, check_place, device_of
 from streamload.offloading.plan import OffloadPlan, Problem, decide_by_layers
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.slots import ExpertCache, FileViews, HostFile, Layer, Slots
@@ -103,27 +103,22 @@ class OffloadReport(Shown):
 
     @classmethod
     def of(
-        cls,
-        plan: OffloadPlan,
-        load: LoadReport,
-        timed: Timed,
-        rounds: Rounds,
-        overrun: str = "",
+        cls, plan: OffloadPlan, load: LoadReport, passes: Passes, rounds: Rounds
     ) -> OffloadReport:
-        stats, cache = rounds.stats, rounds.experts
+        cache = rounds.experts
         rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
         experts = (ExpertReport(*row) for row in rows)
         return cls(
             plan=plan,
             load=load,
-            passes=timed.passes,
-            read_nbytes=stats.read_nbytes,
-            seconds=timed.seconds,
-            stalls=dict(zip(plan.residency.streams, stats.stalls, strict=True)),
-            misses=stats.misses,
-            wire_nbytes_per_s=stats.read_nbytes / stats.busy_s if stats.busy_s else 0.0,
+            passes=passes.count,
+            read_nbytes=rounds.read_nbytes,
+            seconds=passes.seconds,
+            stalls=dict(zip(plan.residency.streams, rounds.stalls, strict=True)),
+            misses=rounds.misses,
+            wire_nbytes_per_s=rounds.read_nbytes / rounds.busy_s if rounds.busy_s else 0.0,
             experts=dict(zip(plan.residency.experts, experts, strict=True)),
-            overrun=overrun,
+            overrun=passes.overrun,
         )
 
     @property
@@ -217,8 +212,7 @@ class Offloaded:
     @property
     def report(self) -> OffloadReport:
         """Counts and times of the passes so far."""
-        model = self._model
-        return OffloadReport.of(self.plan, self.load, model.timed, self._rounds, model.room.overrun)
+        return OffloadReport.of(self.plan, self.load, self._model.passes, self._rounds)
 
     def close(self) -> None:
         """End the streaming and free the slots. Does nothing if it was closed.
@@ -229,7 +223,7 @@ class Offloaded:
         Raises:
             OffloadError: a pass is under way.
         """
-        if self._model.timed.running:
+        if self._model.passes.running:
             raise OffloadError("it cannot be closed while a pass is under way: let that end first")
         self._rounds.close("the model's offload was closed: offload or load it again")
         self._model.take_out()
@@ -299,7 +293,7 @@ class Prepared:
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec = device_of(place, read, wants)
         adapter = adapter_of(place, match, read.layers)
-        adapter.room.on_overrun = read.on_overrun
+        adapter.passes.on_overrun = read.on_overrun
         if part is None:  # another rank may have the weights that stay
             names_there = [n for p in match.parameters.values() for n in p.names]
             check_patterns("stay", read.stay, names_there)
@@ -329,7 +323,7 @@ class Prepared:
                 adapter.put(made, self.problem, device, rounds)
             elif made.tokens is not None or made.cached_tokens:
                 adapter.end_putting(made, None)
-            adapter.room.tokens, adapter.room.cached = made.tokens, made.cached_tokens
+            adapter.passes.tokens, adapter.passes.cached = made.tokens, made.cached_tokens
         except BaseException:
             rounds.close("it could not be offloaded")
             adapter.take_out()

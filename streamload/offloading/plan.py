@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.chart import Shown
@@ -276,34 +275,6 @@ ENDLESS_NBYTES = 2**62
 _FINER_TRIES = 2  # smaller layers to suggest: modules in layers, and modules in those
 
 
-class Viewable(NamedTuple):
-    """Whether the CPU can compute on layers in their files, and the obstacle if not."""
-
-    views: bool = False  # it can, with pages that come and go with the slots
-    unaligned: str = ""  # a tensor whose start is the only obstacle; `convert` aligns to 64
-    mappable: bool = False  # a load can leave all in the files, whose pages the kernel drops
-
-
-def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
-    """Return a `Viewable`: whether the CPU can compute on the files, without copies of tensors.
-
-    ``plan``: for ``residence="auto"``; its ``cast`` is "mapped" where a tensor can be mapped.
-    """
-    placements = plan.placements
-    unaligned, movable = "", True
-    for _, source, kind, *_ in placements:
-        if kind.cast != "mapped":
-            return Viewable()
-        (row,) = source
-        info = checkpoint.tensors[row.tensor]
-        start = first_byte(info, row)
-        if start % ALIGNMENT_NBYTES:
-            unaligned = unaligned or info.name
-        if (start - info.start) % ALIGNMENT_NBYTES or info.nbytes % ALIGNMENT_NBYTES:
-            movable = False
-    return Viewable(not unaligned, unaligned if movable else "", mappable=True)
-
-
 @dataclass(frozen=True)
 class Problem:
     """A model to offload to a device, or a share of it, and the constraints of the plan.
@@ -470,7 +441,17 @@ class Problem:
         ``chunk_nbytes``: most bytes read and cast at once; None: by the options.
         """
         plan = self._within(room_nbytes, chunk_nbytes, "ahead")
-        if isinstance(plan, int) or self._has_ahead(plan):
+        if isinstance(plan, int) or plan.stream is None:
+            return plan
+        free = self.spec.free_nbytes
+        taken = plan.needed_nbytes - plan.reserve_nbytes + plan.host_nbytes
+        taken += self._load_nbytes - self.held_nbytes
+        pools = [(free, taken)] if self.spec.info.shared_memory else []
+        if not self.spec.info.in_process:
+            free, taken = free_host_nbytes(), plan.stream.process_nbytes + plan.host_nbytes
+            pools.append((None if free is None else free - overhead_nbytes(free), taken))
+        ahead = ahead_nbytes(plan.stream)
+        if all(free is None or free - taken >= ahead for free, taken in pools):
             return plan
         return self._within(room_nbytes, chunk_nbytes or _EXACT_CHUNK_NBYTES, reading)
 
@@ -493,7 +474,14 @@ class Problem:
                     limit = min(max(limit, least(sizes) + scratch), room_nbytes)
                     continue
             load = self._load(found, room_nbytes)
-            found = self._rounded(replace(found, resident_nbytes=load.resident_nbytes))
+            found = replace(found, resident_nbytes=load.resident_nbytes)
+            if spec.info.allocator in SEGMENTS and found.arena_nbytes:
+                arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
+                if found.experts:
+                    found = replace(found, pad_nbytes=arena - found.arena_nbytes)
+                else:
+                    each = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
+                    found = replace(found, slot_nbytes=each)
             streaming = stream.devices[0].scratch_nbytes if stream else 0
             over = max(found.taken_nbytes + streaming, load.peak_nbytes) - room_nbytes
             if over <= 0:
@@ -506,7 +494,7 @@ class Problem:
         taken = sum(size.read_nbytes for size in sizes if size.name in host)
         host += held(sizes, found.experts, self.options.host_nbytes - taken)
         cache = self.cache if self.cache_nbytes else None
-        return OffloadPlan(
+        made = OffloadPlan(
             device=spec.name,
             budget_nbytes=spec.budget_nbytes + spec.reserve_nbytes,
             residency=found,
@@ -519,42 +507,19 @@ class Problem:
             reserve_nbytes=spec.reserve_nbytes,
             host=host,
             host_nbytes=sum(size.read_nbytes for size in sizes if size.name in host),
-            **self._viewable(found, stream)._asdict(),
             cached=self._is_cached(found),
             notes=tuple(self.notes),
             tokens=self.options.tokens,
             cached_tokens=cache.request.context * cache.request.batch if cache else 0,
         )
+        return self._over(stream, made) if stream else made
 
     def streamed_from(self, made: OffloadPlan, checkpoint: Checkpoint) -> OffloadPlan:
         """Return ``made`` for a checkpoint with its tensors in other files, as in host memory."""
         assert made.stream is not None
         there = replace(self, checkpoint=checkpoint, groups=made.groups)
-        found, chunk_nbytes = made.residency, made.stream.chunk_nbytes
-        stream = there._streamed(found, chunk_nbytes, reading_of(made.stream))
-        return replace(made, stream=stream, **there._viewable(found, stream)._asdict())
-
-    def _has_ahead(self, made: OffloadPlan) -> bool:
-        if made.stream is None:
-            return True
-        free = self.spec.free_nbytes
-        taken = made.needed_nbytes - made.reserve_nbytes + made.host_nbytes
-        taken += self._load_nbytes - self.held_nbytes
-        pools = [(free, taken)] if self.spec.info.shared_memory else []
-        if not self.spec.info.in_process:
-            free, taken = free_host_nbytes(), made.stream.process_nbytes + made.host_nbytes
-            pools.append((None if free is None else free - overhead_nbytes(free), taken))
-        ahead = ahead_nbytes(made.stream)
-        return all(free is None or free - taken >= ahead for free, taken in pools)
-
-    def _rounded(self, found: Residency) -> Residency:
-        if self.spec.info.allocator not in SEGMENTS or not found.arena_nbytes:
-            return found
-        arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
-        if found.experts:
-            return replace(found, pad_nbytes=arena - found.arena_nbytes)
-        slot_nbytes = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
-        return replace(found, slot_nbytes=slot_nbytes)
+        chunk_nbytes, reading = made.stream.chunk_nbytes, reading_of(made.stream)
+        return there._over(there._streamed(made.residency, chunk_nbytes, reading), made)
 
     # --- plans of layers that stream, and of layers that stay -----------------------------------
 
@@ -635,19 +600,29 @@ class Problem:
         taken = found.taken_nbytes if self.spec.info.shared_memory else 0
         return free is None or found.file_nbytes + taken + MARGIN_NBYTES <= free
 
-    def _viewable(self, found: Residency, stream: Plan | None) -> Viewable:
-        """Return a `Viewable`: whether the device can compute on mapped files of all that streams.
+    def _over(self, stream: Plan, made: OffloadPlan) -> OffloadPlan:
+        """Return ``made`` with a plan of `_streamed`, and whether it can compute on the files.
 
         It cannot if the host has so little memory that files are read bypassing the page cache.
-        ``stream``: the plan of `_streamed`; None if nothing streams, which gives ``Viewable()``.
         """
-        if stream is None or not self.spec.info.maps:
-            return Viewable()
+        made = replace(made, stream=stream, views=False, unaligned="", mappable=False)
         past = not stream.ahead and "direct" in stream.readers
-        if past or self.options.reader not in ("auto", "mmap"):
-            return Viewable()
+        if not self.spec.info.maps or past or self.options.reader not in ("auto", "mmap"):
+            return made
         mapped = replace(self, options=replace(self.options, residence="auto"))
-        return can_be_views(mapped._streamed(found, None), self.checkpoint)
+        unaligned, movable = "", True
+        for _, source, kind, *_ in mapped._streamed(made.residency, None).placements:
+            if kind.cast != "mapped":
+                return made
+            (row,) = source
+            info = self.checkpoint.tensors[row.tensor]
+            start = first_byte(info, row)
+            if start % ALIGNMENT_NBYTES:
+                unaligned = unaligned or info.name
+            if (start - info.start) % ALIGNMENT_NBYTES or info.nbytes % ALIGNMENT_NBYTES:
+                movable = False
+        views, unaligned = not unaligned, unaligned if movable else ""
+        return replace(made, views=views, unaligned=unaligned, mappable=True)
 
 
 def decide_by_layers(

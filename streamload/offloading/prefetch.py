@@ -65,7 +65,6 @@ from streamload.offloading.slots import (
     Layer,
     LayerState,
     Order,
-    RoundStats,
     Slots,
 )
 from streamload.planning.moves import UNREAD
@@ -84,6 +83,13 @@ class Rounds(Sink):
     That thread, one at a time, calls `acquire` before it computes with a layer, and `release` once
     it has queued the work. Other threads start at a call, and end some time after the last. There
     are no slots before `open`, and after `pause`.
+
+    Attributes:
+        experts: their cache.
+        read_nbytes: file bytes read in all passes.
+        stalls: by layer, seconds that passes waited for it.
+        misses: how often another layer was asked for than expected.
+        busy_s: seconds in which copies of a layer were being started.
     """
 
     def __init__(
@@ -102,7 +108,8 @@ class Rounds(Sink):
         self.experts = experts if experts is not None else ExpertCache((), 0, len(layers))
         self._first_expert = len(layers) - self.experts.count
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
-        self.stats = RoundStats(stalls=[0.0] * self._first_expert)
+        self.read_nbytes, self.misses, self.busy_s = 0, 0, 0.0
+        self.stalls = [0.0] * self._first_expert
         self._order = Order(self._first_expert)
         self._reset()
 
@@ -186,7 +193,7 @@ class Rounds(Sink):
         Returns one buffer for each tensor of the layer, on which the device may queue work.
         """
         with self._within():
-            (first,) = self._acquire([number], self.stats.stalls, number)
+            (first,) = self._acquire([number], self.stalls, number)
         if not self._reads_here():
             self._wake()  # the next may go where the one before was
         return self.memory.views(number, first)[0]
@@ -203,7 +210,7 @@ class Rounds(Sink):
             try:
                 for number in numbers:
                     if number < self._first_expert and not self._order.follow(number):
-                        self.stats.misses += 1
+                        self.misses += 1
                 self._wanted = numbers
                 self._wait()
                 held = chain.from_iterable(self._held[number].tickets for number in numbers)
@@ -300,10 +307,6 @@ class Rounds(Sink):
             self._bring_here(numbers)
             return [*zip(numbers, self._acquire(numbers, self.experts.stalls, layer), strict=True)]
 
-    def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
-        """End `acquire_experts`: the slots may be refilled after the work queued until now."""
-        self._mark_release(self.experts.numbers(layer, chosen))
-
     def end_asking(self, before: Sequence[int] = ()) -> None:
         """Cancel the rest of an `ask`, which returned ``before``: its layer needs no more."""
         if os.getpid() != self._process:
@@ -312,22 +315,22 @@ class Rounds(Sink):
             self.experts.asked = [*before]
             self._leave_if_done()
 
-    def release(self, number: int) -> None:
-        """End `acquire`, if it succeeded: slots may be refilled after the work queued until now."""
-        if self._mark_release([number]) and self._reads_here():
-            self._bring_next(number)
+    def release(self, *numbers: int) -> None:
+        """End `acquire` of a layer, or of experts, if it succeeded.
 
-    def _mark_release(self, numbers: Sequence[int]) -> bool:
+        Slots may be refilled after the work queued until now.
+        """
         if os.getpid() != self._process:
-            return False
+            return
         ticket, released = None, False
         try:
             ticket = self._device.mark()
         finally:
             with self._lock:
-                self.experts.has_computed(numbers)
+                self.experts.asked = [each for each in self.experts.asked if each not in numbers]
                 released = self._release(numbers, ticket)
-        return released
+        if released and numbers[0] < self._first_expert and self._reads_here():
+            self._bring_next(numbers[0])
 
     def _release(self, numbers: Sequence[int], ticket: QueuedWork | None) -> bool:
         """Return whether the thread was computing with any of these; ``ticket``: its work."""
@@ -505,7 +508,7 @@ class Rounds(Sink):
             if not self._work[number]:
                 self._filled(number)
             units += self._work[number]
-            self.stats.read_nbytes += layer.read_nbytes
+            self.read_nbytes += layer.read_nbytes
         for shard, group in groupby(units, lambda unit: unit[0].shard):
             for batch in [[*group]] if crew.is_inline else ([unit] for unit in group):
                 crew.hand_out(job.open(shard), batch)
@@ -565,7 +568,7 @@ class Rounds(Sink):
 
         begun = time.perf_counter()
         wakes = not self._here(settle, raises=True)
-        self.stats.stalls[released] += time.perf_counter() - begun
+        self.stalls[released] += time.perf_counter() - begun
 
         def hand_out(crew: Crew) -> None:
             nonlocal wakes
@@ -637,7 +640,7 @@ class Rounds(Sink):
             if held.state is LayerState.FILLING:
                 held.state = LayerState.SENT
                 if not self._fills():
-                    self.stats.busy_s += time.perf_counter() - self._busy_since
+                    self.busy_s += time.perf_counter() - self._busy_since
             self._settle(number)
             if self._waits_inside() or all(map(self._is_there, self._wanted)):
                 self._changed.notify_all()

@@ -158,16 +158,6 @@ class Slots:
         """End the use of lent tensors: the loop has gone on to the next layer."""
 
 
-@dataclass(slots=True)
-class RoundStats:
-    """Counts of all passes (calls of the model) so far, for `OffloadReport`."""
-
-    read_nbytes: int = 0
-    stalls: list[float] = field(default_factory=list)  # by layer, seconds of waiting
-    misses: int = 0  # how often another layer was asked for than expected
-    busy_s: float = 0.0  # seconds in which copies of a layer were being started
-
-
 class Order:
     """The order in which passes ask for layers, learned from the last request after each layer."""
 
@@ -251,10 +241,6 @@ class ExpertCache:
         if self._counts[layer] > _LARGEST:
             self._scores /= _LARGEST
             self._counts = [count / _LARGEST for count in self._counts]
-
-    def has_computed(self, experts: Collection[int]) -> None:
-        """Strike experts, by number, from `asked`: the computing layer has used them."""
-        self.asked = [expert for expert in self.asked if expert not in experts]
 
     def next(self, busy: Collection[int] = ()) -> tuple[int, int] | None:
         """Return (expert to read, slot), or None: all are read, or ``busy`` experts fill slots."""

@@ -18,7 +18,7 @@ from streamload.loading.options import OF_MODELS, OffloadOptions, Options, takes
 from streamload.loading.prepare import Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.layers import Step, steps_of_checkpoint
-from streamload.offloading.model import Timed, device_of
+from streamload.offloading.model import Passes, device_of
 from streamload.offloading.offload import OffloadReport, begin, for_passes, load_of_stays, rounds_of
 from streamload.offloading.plan import OffloadPlan, Problem
 from streamload.offloading.prefetch import Rounds
@@ -58,7 +58,7 @@ class LayerStream:
         self.plan, self.load = plan, replace(load, state_dict={})
         self.resident = dict(load.state_dict)
         self._turns, self._rounds = turns, rounds
-        self._timed, self._entered, self._closed = Timed(), False, False
+        self._passes, self._entered, self._closed = Passes(), False, False
         self._number: int | None = None  # of the layer that the loop computes with
         self._thread = 0  # which runs the loop
         weakref.finalize(self, rounds.abandon)
@@ -66,7 +66,7 @@ class LayerStream:
     @property
     def report(self) -> OffloadReport:
         """Counts and times of the passes so far."""
-        return OffloadReport.of(self.plan, self.load, self._timed, self._rounds)
+        return OffloadReport.of(self.plan, self.load, self._passes, self._rounds)
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield name and tensors of each layer, for one pass; valid until the next step.
@@ -75,12 +75,12 @@ class LayerStream:
             OffloadError: this is closed, another pass is under way, or another thread has a layer.
             CheckpointError: a file cannot be read, or has changed.
         """
-        if self._timed.running:
+        if self._passes.running:
             raise OffloadError("another loop is under way, and its layers have the slots")
         try:
             self._check_open()
             self._rounds.end_calls()  # what an interrupted loop left
-            with self._timed.a_pass():
+            with self._passes.timed():
                 for turn in tuple(self._turns):
                     try:
                         yield turn.name, self._lend(turn)

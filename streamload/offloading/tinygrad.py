@@ -38,9 +38,8 @@ from streamload.errors import AllocationError, OffloadError
 from streamload.offloading.model import (
     LayerWeights,
     ModelAdapter,
+    Passes,
     RowReader,
-    Timed,
-    TokenRoom,
     tokens_of,
 )
 from streamload.offloading.plan import OffloadPlan, Problem
@@ -426,8 +425,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         self._wrap(GatheredEmbedding(name, self._modules[name], reader, device))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        timed = self.timed if plan.residency.absent else None
-        self._wrap(Pass(self._model, self.room, timed))
+        self._wrap(Pass(self._model, self.passes, streams=bool(plan.residency.absent)))
 
     def take_out(self) -> None:
         super().take_out()
@@ -441,17 +439,16 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
 class Pass(Wrapped):
     """A substitute for a model's call: counts passes and new tokens, not those in the KV cache."""
 
-    def __init__(self, model: Any, room: TokenRoom, timed: Timed | None = None) -> None:
-        """Change nothing yet; ``room`` checks tokens; ``timed``: None if nothing streams."""
+    def __init__(self, model: Any, passes: Passes, *, streams: bool) -> None:
         super().__init__(model)
-        self._room, self._timed = room, timed
+        self._passes, self._streams = passes, streams
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._timed is None else self._timed.a_pass():
-            if self._room:
+        with self._passes.timed() if self._streams else nullcontext():
+            if self._passes.has_room:
                 given = {f"{at}": each for at, each in enumerate((*args, *kwargs.values()))}
                 tokens, _ = tokens_of(given, _has_integers)
-                self._room.see(tokens, 0)
+                self._passes.see(tokens, 0)
             return super().__call__(*args, **kwargs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,9 +26,8 @@ from streamload.offloading.model import (
     ExpertWeights,
     LayerWeights,
     ModelAdapter,
+    Passes,
     RowReader,
-    Timed,
-    TokenRoom,
     tokens_of,
 )
 from streamload.offloading.plan import OffloadPlan, Problem
@@ -56,9 +55,13 @@ class TorchModel(ModelAdapter[TorchParameter]):
                 f"a model of torch that is offloaded is a module, not a {type(model).__name__}: "
                 "its layers are brought when their modules compute"
             )
-        modules = _modules_by_name(model, unwrapped_names(model))
+        modules, unwrapped = dict[str, nn.Module](), unwrapped_names(model)
+        for name, module in model.named_modules(remove_duplicate=False):
+            modules.setdefault(unwrapped(f"{name}.").removesuffix("."), module)
         super().__init__(model, parameters, modules, layers)
-        self._elsewhere, self._looked_at = _used_elsewhere(model), _looked_at(model)
+        attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
+        self._elsewhere = {id(child) for module in attentions for child in module.children()}
+        self._looked_at = _looked_at(model)
         self._parts = {(id(m._buffers), key) for m in model.modules() for key in parts_of(m)}
         self._before: dict[str, list[Any]] = {}  # by parameter that streams, its own tensors
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
@@ -172,11 +175,11 @@ class TorchModel(ModelAdapter[TorchParameter]):
         """
         absent = plan.residency.absent
         stays = self._stays if absent else None
-        self._wrap(Pass(self._model, self.timed, self.room, stays, trains=self._trains))
+        self._wrap(Pass(self._model, self.passes, stays, trains=self._trains))
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
             encoder = self._model.get_encoder()
             if encoder is not self._model:
-                self._wrap(Pass(encoder, self.timed, self.room, has_cache=False))
+                self._wrap(Pass(encoder, self.passes, has_cache=False))
         if not absent and rounds is None:
             return
         holders = [
@@ -196,8 +199,9 @@ class TorchModel(ModelAdapter[TorchParameter]):
             before = self._before.get(name) or [held[key] for held, key in slots]
             for (container, key), value in zip(slots, before, strict=True):
                 container[key] = value
-                if value.device.type != "meta":
-                    _let_go(value)
+                with suppress(RuntimeError):
+                    if value.device.type != "meta":
+                        value.data = torch.empty(0, dtype=value.dtype, device=value.device)
         self._before.clear()
         super().take_out()
 
@@ -208,8 +212,7 @@ class Pass(torch_modules.Wrapped):
     def __init__(
         self,
         model: nn.Module,
-        timed: Timed,
-        room: TokenRoom,
+        passes: Passes,
         stays: UnstreamableWeights | None = None,
         *,
         trains: bool = False,
@@ -221,7 +224,7 @@ class Pass(torch_modules.Wrapped):
         go into the KV cache.
         """
         super().__init__(model)
-        self._timed, self._room, self._stays = timed, room, stays
+        self._passes, self._stays = passes, stays
         self._trains, self._has_cache = trains, has_cache
         self._signature = inspect.signature(self._own())
 
@@ -232,13 +235,13 @@ class Pass(torch_modules.Wrapped):
             return self._own()(*args, **kwargs)
         torch_modules.refuse_training(self._module)
         self._see(args, kwargs)
-        with self._timed.a_pass(), self._stays.a_pass(), torch.no_grad():
+        with self._passes.timed(), self._stays.a_pass(), torch.no_grad():
             found = self._own()(*args, **kwargs)
         refuses = self._trains and torch.is_grad_enabled()
         return torch_modules.no_backward(found) if refuses else found
 
     def _see(self, args: Any, kwargs: Any) -> None:
-        if not self._room:
+        if not self._passes.has_room:
             return
         try:
             given = self._signature.bind_partial(*args, **kwargs).arguments
@@ -253,23 +256,14 @@ class Pass(torch_modules.Wrapped):
                 named |= {f"{name}[{at}]": each for at, each in enumerate(value)}
             else:
                 named[name] = value
-        if (
-            "input_ids" not in self._signature.parameters
-        ):  # states of images or sounds, not of tokens
+        if "input_ids" not in self._signature.parameters:  # states of images or sounds
             named.pop("encoder_outputs", None)
         tokens, cached = tokens_of(named, _has_integers)
-        self._room.see(tokens, cached if self._has_cache else 0)
+        self._passes.see(tokens, cached if self._has_cache else 0)
 
 
 def _has_integers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
-
-
-def _modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(unwrapped(f"{name}.").removesuffix("."), module)
-    return found
 
 
 def _computes(module: nn.Module) -> bool:
@@ -277,11 +271,6 @@ def _computes(module: nn.Module) -> bool:
         return True
     own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return own and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-
-
-def _used_elsewhere(model: nn.Module) -> set[int]:
-    attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
-    return {id(child) for module in attentions for child in module.children()}
 
 
 def _looked_at(model: nn.Module) -> set[int]:
@@ -295,8 +284,3 @@ def _looked_at(model: nn.Module) -> set[int]:
     found = [module for m in nested for module in m.layers[0].modules()]
     found += (module for module in model.modules() if isinstance(module, torch.jit.ScriptModule))
     return {id(module._parameters) for module in found}
-
-
-def _let_go(tensor: torch.Tensor) -> None:
-    with suppress(RuntimeError):
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -284,7 +284,7 @@ class StreamedExperts(Wrapped):
                     held = self._rounds.acquire_experts(self._layer, some)
                     yield from self._given(some, held, most)
                 finally:
-                    self._rounds.release_experts(self._layer, some)
+                    self._rounds.release(*self._rounds.experts.numbers(self._layer, some))
         finally:
             self._rounds.end_asking(before)
 

@@ -28,7 +28,7 @@ from streamload.errors import OffloadError
 from streamload.loading.load import run
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading import torch_modules
-from streamload.offloading.model import Timed
+from streamload.offloading.model import Passes
 from streamload.offloading.offload import OffloadReport, Prepared, begin, rounds_of
 
 # Methods of models that compute: pipelines call a VAE by the last two.
@@ -88,7 +88,7 @@ class Turn:
         """Put placeholders into ``model``, on the meta device, whose offload is ``prepared``."""
         self.name, self.plan, self.held_nbytes = name, prepared.plan, 0
         self.uses: set[object] = set()
-        self._turns, self._timed, self._closed = turns, Timed(), False
+        self._turns, self._passes, self._closed = turns, Passes(), False
         self._problem, self._adapter, load = prepared.problem, prepared.adapter, prepared.load
         self._load = replace(load, place=replace(load.place, model=None))  # it may be freed
         ((_, self._device),) = load.place.devices.opened.items()
@@ -248,7 +248,7 @@ class Turn:
             with self._there():
                 outermost = not self.uses
                 self.uses.add(use)
-            with self._timed.a_pass() if outermost else nullcontext():
+            with self._passes.timed() if outermost else nullcontext():
                 yield
         finally:
             with self._turns.lock:
@@ -264,7 +264,7 @@ class Turn:
         """Counts and times so far; None before the first call."""
         if self._report is None:
             return None
-        return OffloadReport.of(self.plan, self._report, self._timed, self._rounds)
+        return OffloadReport.of(self.plan, self._report, self._passes, self._rounds)
 
 
 class _Called(torch_modules.Wrapped):

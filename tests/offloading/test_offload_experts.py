@@ -609,7 +609,7 @@ def visit(cache: ExpertCache, layer: int, chosen: list[int]) -> list[int]:
                 cache.drop(held)
                 dropped.append(held)
             cache.take(*found)
-        cache.has_computed(now)
+        cache.asked = [each for each in cache.asked if each not in now]
     return dropped
 
 
