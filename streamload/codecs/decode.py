@@ -27,9 +27,9 @@ from streamload.codecs.cast_table import ZERO, CastCounts, OutOfRange
 from streamload.codecs.decode_kernels import Values, compile_kernel
 from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array
-from streamload.codecs.scheme import Decoder, Layout, Read, layout_of
+from streamload.codecs.scheme import Codec, Decoder, Quantized, Read, codec_of
 from streamload.codecs.weights import Packed, QuantizedWeight
-from streamload.core.dtypes import BF16, F16, F32, F64, PACKED, DType
+from streamload.core.dtypes import BF16, F16, F32, F64, DType
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
@@ -178,14 +178,15 @@ class _WeightDecoder(Decoder):
         return counts
 
 
-class ScaledLayout(Layout):
+class ScaledLayout(Codec):
     """A layout with values and scales in separate tensors; CUDA devices dequantize it, too."""
 
     #: roles (see `QuantizedWeight.members`) of tensors with which a weight is refused
     other_roles: tuple[str, ...] = ()
 
-    def __init__(self, kind: str) -> None:
-        self.dtype = PACKED[kind]
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        """Raise ValueError: this library's weights are only read; see `Codec.of`."""
+        raise ValueError(f"nothing here quantizes to {self.name}")
 
     def refused(self, weight: QuantizedWeight) -> str:
         """Return why a weight is refused (it has a tensor that no decoder reads), or ""."""
@@ -210,14 +211,14 @@ class ScaledLayout(Layout):
         kernel = kernel_for(engine, lambda: compile_kernel(weight.values, dst, clamp=clamp))
         return _WeightDecoder(weight, dst, clamp, kernel)
 
-    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
-        """Compile the kernel that dequantizes a weight to ``dst``; see `Layout.compile`."""
-        compile_kernel(self.values(weight), dst, clamp=clamp)
+    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> Kernel:
+        """Compile the kernel that dequantizes a weight to ``dst``; see `Codec.compile`."""
+        return compile_kernel(self.values(weight), dst, clamp=clamp)
 
 
 def _scaled(weight: QuantizedWeight) -> ScaledLayout | None:
     """Return the layout of a weight that can be decoded and has separate scales, else None."""
-    layout = layout_of(weight.kind)
+    layout = codec_of(weight.kind)
     return layout if isinstance(layout, ScaledLayout) and not layout.refused(weight) else None
 
 
@@ -239,9 +240,9 @@ def there_nbytes(weight: QuantizedWeight) -> int:
     return round_up(PLACE_NBYTES + sum(itemsize * info.numel for info in others), 8)
 
 
-def check_target(info: Packed, dst: DType) -> Layout:
+def check_target(info: Packed, dst: DType) -> Codec:
     """Return a weight's layout; raise UnsupportedCastError if it does not decode to ``dst``."""
-    layout = layout_of(info.group.kind)
+    layout = codec_of(info.group.kind)
     reason = "it stays as it is stored" if layout is None else layout.refused(info.group)
     if not reason and dst not in TARGETS:
         reason = f"it goes to {', '.join(target.name for target in TARGETS)}"
@@ -277,7 +278,7 @@ def values_of(info: Packed) -> Values:
 
 
 def _layout_of(info: Packed) -> ScaledLayout:
-    layout = layout_of(info.group.kind)
+    layout = codec_of(info.group.kind)
     assert isinstance(layout, ScaledLayout), info.group.kind
     return layout
 

@@ -21,10 +21,10 @@ from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, mak
 from streamload.codecs.decode import check_lengths
 from streamload.codecs.ir import WIDEN, Vector, chosen, kernel_text, loop, shuffle, splat
 from streamload.codecs.llvm import Engine, HostFunction, Kernel, kernel_for
-from streamload.codecs.parts import Array
-from streamload.codecs.scheme import Decoder, Layout, Read
+from streamload.codecs.parts import Array, Part, check_source
+from streamload.codecs.scheme import Codec, Decoder, Quantized, Read
 from streamload.codecs.weights import Packed, QuantizedWeight
-from streamload.core.dtypes import F32, PACKED, DType
+from streamload.core.dtypes import BY_CODE, F32, PACKED, DType
 
 FUNCTION = HostFunction("decode_blocks", (c_void_p, c_void_p, c_uint64))
 WIDTH = 32  # elements of a vector; divides the elements of every block
@@ -32,11 +32,10 @@ _SCRATCH_NUMEL = 1 << 16  # float32 elements decoded before they are cast, in th
 _ORACLE_BLOCKS = 1 << 8
 
 
-class Blocks(Layout):
-    """A layout of blocks that hold their own scales; a subclass decodes the blocks of one format.
+class Blocks(Codec):
+    """Blocks that hold their own scales; a subclass decodes those of one format.
 
     Attributes:
-        name: `QuantizedWeight.kind` of its weights.
         dtype: the dtype of a block; from `PACKED` by default.
         numel: elements of a block.
         nbytes: bytes of a block.
@@ -45,8 +44,19 @@ class Blocks(Layout):
     of_linears = True
 
     def __init__(self, name: str, dtype: DType | None = None) -> None:
-        self.name, self.dtype = name, dtype or PACKED[name]
+        self.name, self.kind, self.dtype = name, name, dtype or PACKED[name]
         self.numel, self.nbytes = self.dtype.block, self.dtype.nbytes(1)
+
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        """Return how blocks of the last axis are stored: in one array of bytes, as in GGUF."""
+        check_source(self.name, shape, src)
+        if not shape or shape[-1] % self.numel:
+            raise ValueError(
+                f"{self.name} has blocks of {self.numel} elements along the last axis, "
+                f"which does not divide shape {shape}"
+            )
+        part = Part("", BY_CODE["U8"], (*shape[:-1], self.dtype.nbytes(shape[-1])))
+        return Quantized(self, shape, src, (part,), self.numel, self.nbytes)
 
     @abstractmethod
     def decoded(self, blocks: Array) -> Array:
@@ -81,9 +91,9 @@ class Blocks(Layout):
                 made = self.decoded(some.reshape(-1, self.nbytes))
             flat[at * width :][: made.nbytes] = made.reshape(-1).view(np.uint8)
 
-    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
-        """Compile the kernel that decodes blocks; see `Layout.compile`."""
-        compile_kernel(self)
+    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> Kernel:
+        """Compile the kernel that decodes blocks; see `Codec.compile`."""
+        return compile_kernel(self)
 
 
 class BlockDecoder(Decoder):

@@ -13,9 +13,8 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,8 +22,9 @@ import numpy as np
 
 from streamload.codecs.encode_kernels import Recipe, Tally, compile_kernel
 from streamload.codecs.llvm import Engine, Kernel, kernel_for
-from streamload.codecs.parts import Array, Part, QuantCounts, check_source
-from streamload.core.dtypes import BY_CODE, F32, F64, PACKED, DType
+from streamload.codecs.parts import Array, QuantCounts, check_source
+from streamload.codecs.scheme import Codec, Encoder, Quantized
+from streamload.core.dtypes import F32, F64, DType
 from streamload.errors import UnsupportedCastError
 
 _ORACLE_NUMEL = 1 << 16  # elements that the oracle encodes at once, which bounds temporaries
@@ -47,149 +47,10 @@ class Encoded(NamedTuple):
     overflowed: int = 0
 
 
-class Encoder(ABC):
-    """Quantizes one tensor. Any thread may call `encode`, several at once for different units.
+class Units(Codec):
+    """A codec whose units are quantized by kernels on the host and CUDA; see `Quantized`."""
 
-    `statistics`: float32, one a unit, or empty; `encode` writes it, or a device does instead.
-    """
-
-    statistics: Array = _NO_STATISTICS
-
-    @abstractmethod
-    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
-        """Quantize whole units from element ``first`` (a multiple) on; return errors and counts.
-
-        ``data`` is little-endian, contiguous, of any alignment, and does not overlap ``out``. The
-        last unit of the tensor may be short. Raises ValueError if the lengths do not belong
-        together.
-        """
-
-    @abstractmethod
-    def finish(self) -> dict[str, memoryview]:
-        """Return the bytes of all parts but the codes, by suffix, once all units are encoded."""
-
-
-@dataclass(frozen=True)
-class Quantized(ABC):
-    """How one tensor is quantized: its units and the arrays stored for it; see `Scheme.of`.
-
-    A unit is a run of elements that is quantized on its own, such as a block, a group or a row.
-    """
-
-    format: str
-    shape: tuple[int, ...]
-    dtype: DType
-
-    #: whether each unit has a float32 statistic, such as its scale
-    has_statistics = False
-
-    @property
-    @abstractmethod
-    def parts(self) -> tuple[Part, ...]:
-        """The arrays stored for the tensor; the first holds the codes (the quantized units)."""
-
-    @property
-    @abstractmethod
-    def unit_numel(self) -> int:
-        """Elements of a unit; the flattened tensor may be cut at multiples of it."""
-
-    @property
-    @abstractmethod
-    def unit_nbytes(self) -> int:
-        """Bytes of the codes of a whole unit."""
-
-    @abstractmethod
-    def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
-        """Return an encoder of the tensor from bytes of dtype ``src``.
-
-        Raises:
-            ValueError: there is no quantizing from ``src``.
-            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine; or
-                the machine is not little-endian.
-        """
-
-    @property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def units(self) -> int:
-        """Units of the tensor, a short one included."""
-        return -(-self.numel // self.unit_numel)
-
-    @property
-    def statistics_nbytes(self) -> int:
-        """Bytes of the tensor's statistics, which `Encoder` holds until `finish`."""
-        return 4 * self.units if self.has_statistics else 0
-
-    @property
-    def device_parts(self) -> tuple[str, ...] | None:
-        """Suffixes of the parts that CUDA kernels write besides the codes; None if they cannot.
-
-        One part for plain statistics, two (codes and scales) for quantized statistics.
-        """
-        return None
-
-    @property
-    def on_cuda(self) -> tuple[Quantized, ...]:
-        """CPU variants of CUDA's arithmetic: each unit of CUDA's output equals a variant's."""
-        return ()
-
-    def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """Return arrays by suffix of the parts that use no statistic but their mean, ``offset``."""
-        return {}
-
-    def weighted(self, importance: Array) -> Quantized:
-        """Return this tensor with a weight for each column; itself if the format takes none.
-
-        ``importance`` is float32, a row for each matrix of the tensor.
-        """
-        return self
-
-    def codes_nbytes(self, numel: int) -> int:
-        """Return the bytes of the codes of ``numel`` elements, which begin at a unit's start."""
-        whole, rest = divmod(numel, self.unit_numel)
-        return whole * self.unit_nbytes + -(-rest * self.unit_nbytes // self.unit_numel)
-
-
-@dataclass(frozen=True)
-class StoredBlocks(Quantized):
-    """A tensor of blocks along the last axis, in one array of bytes as GGUF stores it."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if rows are not whole blocks."""
-        block = PACKED[self.format].block  # units may be rows
-        if not self.shape or self.shape[-1] % block:
-            raise ValueError(
-                f"{self.format} has blocks of {block} elements along the last axis, "
-                f"which does not divide shape {self.shape}"
-            )
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """One array of bytes, a row of blocks for each row."""
-        *rows, last = self.shape
-        return (Part("", BY_CODE["U8"], (*rows, PACKED[self.format].nbytes(last))),)
-
-    @property
-    def unit_numel(self) -> int:
-        """Elements of a block."""
-        return PACKED[self.format].block
-
-    @property
-    def unit_nbytes(self) -> int:
-        """Bytes of a block."""
-        return PACKED[self.format].nbytes(1)
-
-    def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
-        """Raise ValueError: there is no encoder, only files have such blocks."""
-        raise ValueError(f"nothing here quantizes to {self.format}")
-
-
-@dataclass(frozen=True)
-class Units(Quantized):
-    """A tensor whose units are quantized by kernels on the host and CUDA; see `Quantized`."""
+    device_parts: tuple[str, ...] | None = ()
 
     @property
     @abstractmethod
@@ -206,28 +67,22 @@ class Units(Quantized):
         """Quantize finite float32 units, one a row, in numpy; a short last unit is passed alone."""
 
     @property
-    def device_parts(self) -> tuple[str, ...] | None:
-        """The suffix of the statistics' array, if units have statistics, in a tuple; else ()."""
-        return (self.parts[1].suffix,) if self.has_statistics else ()
-
-    @property
-    def on_cuda(self) -> tuple[Quantized, ...]:
-        """This tensor alone: CUDA's output equals the CPU's; see `Quantized.on_cuda`."""
+    def on_cuda(self) -> tuple[Codec, ...]:
+        """This codec alone: CUDA's output equals the CPU's; see `Codec.on_cuda`."""
         return (self,)
 
-    def finished(self, statistics: Array) -> dict[str, Array]:
+    def finished(self, tensor: Quantized, statistics: Array) -> dict[str, Array]:
         """Return all parts but the codes, by suffix, from the statistics of all units."""
-        own = dict.fromkeys(self.device_parts or (), statistics)
-        return {**own, **self.constants()}
+        return dict.fromkeys(self.device_parts or (), statistics) | self.constants(tensor)
 
-    def encoder(self, src: DType, engine: Engine = "auto") -> _UnitEncoder:
-        """Return an encoder of the tensor from dtype ``src``; see `Quantized.encoder`."""
-        check_source(self.format, self.shape, src)
+    def encoder(self, tensor: Quantized, src: DType, engine: Engine) -> Encoder:
+        """Return an encoder of a tensor from dtype ``src``; see `Codec.encoder`."""
+        check_source(self.name, tensor.shape, src)
         if sys.byteorder != "little":
             reason = "checkpoints are little-endian and this CPU is not"
-            raise UnsupportedCastError(src.name, self.format, reason=reason)
-        kernel = kernel_for(engine, lambda: compile_kernel(self.recipe, src, self.format))
-        return _UnitEncoder(self, src, kernel)
+            raise UnsupportedCastError(src.name, self.name, reason=reason)
+        kernel = kernel_for(engine, lambda: compile_kernel(self.recipe, src, self.name))
+        return _UnitEncoder(self, tensor, src, kernel)
 
 
 def checked_numel(
@@ -255,16 +110,15 @@ def checked_numel(
 class _UnitEncoder(Encoder):
     """Encodes `Units`: whole units by a kernel, if it can be compiled, and the rest by numpy."""
 
-    def __init__(self, tensor: Units, src: DType, kernel: Kernel | None) -> None:
-        self._tensor, self._src, self._kernel = tensor, src, kernel
+    def __init__(self, codec: Units, tensor: Quantized, src: DType, kernel: Kernel | None) -> None:
+        self._codec, self._tensor, self._src, self._kernel = codec, tensor, src, kernel
         self.statistics = np.zeros(tensor.statistics_nbytes // 4, np.float32)
 
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
         tensor, unit = self._tensor, self._tensor.unit_numel
         numel = checked_numel(tensor, self._src, data, out, first)
         source, target = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
-        at = first // unit if tensor.has_statistics else 0
-        statistics = self.statistics[at:]
+        statistics = self.statistics[first // unit :]
         whole, counts = 0, QuantCounts()
         if self._kernel is not None and numel >= unit:
             whole = numel // unit
@@ -275,22 +129,18 @@ class _UnitEncoder(Encoder):
         done = whole * unit
         by_oracle = target[whole * tensor.unit_nbytes :]
         rest = source[done * self._src.itemsize :]
-        return counts + self._by_oracle(rest, by_oracle, statistics[whole:])
 
-    def finish(self) -> dict[str, memoryview]:
-        found = self._tensor.finished(self.statistics)
-        return {name: as_bytes(array) for name, array in found.items()}
-
-    def _by_oracle(self, source: Array, out: Array, statistics: Array) -> QuantCounts:
-        tensor = self._tensor
-
-        def encoded(x: Array, first: int) -> Encoded:
-            found = tensor.encoded(x)
-            if tensor.has_statistics:
-                statistics[first : first + len(x)] = found.statistics
+        def encoded(x: Array, at: int) -> Encoded:
+            found = self._codec.encoded(x)
+            if statistics.size:
+                statistics[whole + at : whole + at + len(x)] = found.statistics
             return found
 
-        return encode_units(tensor, self._src, source, out, encoded)
+        return counts + encode_units(tensor, self._src, rest, by_oracle, encoded)
+
+    def finish(self) -> dict[str, memoryview]:
+        found = self._codec.finished(self._tensor, self.statistics)
+        return {name: as_bytes(array) for name, array in found.items()}
 
 
 def encode_units(

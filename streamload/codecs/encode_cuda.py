@@ -16,6 +16,7 @@ from streamload.codecs.encode import Units
 from streamload.codecs.encode_kernels import Recipe, Tally, UnitWriter
 from streamload.codecs.ir import clean, loop, magnitude_bits, maximum, to_float
 from streamload.codecs.ptx import BLOCK_THREADS, WARP, ThreadWriter, kept_ptx
+from streamload.codecs.scheme import Quantized
 from streamload.core.dtypes import DType
 
 #: The kernel's name in its PTX.
@@ -35,14 +36,14 @@ _SHARED = f"""
 """
 
 
-def blocks(tensor: Units, numel: int) -> int:
+def blocks(tensor: Quantized, numel: int) -> int:
     """Return how many CUDA blocks to launch to quantize ``numel`` elements; any number works."""
     units = -(-numel // tensor.unit_numel)
-    a_row_each = tensor.device_recipe.numel == 0
+    a_row_each = _recipe(tensor).numel == 0
     return min(max(units if a_row_each else -(-units // _WARPS), 1), _MAX_BLOCKS)
 
 
-def quant_ptx(tensor: Units, src: DType) -> str:
+def quant_ptx(tensor: Quantized, src: DType) -> str:
     """Return PTX of a scheme's kernel: ``quantise(src, out, numel, tally, statistics, unit)``.
 
     All arguments have 64 bits. The kernel quantizes ``numel`` elements from device address ``src``
@@ -54,7 +55,12 @@ def quant_ptx(tensor: Units, src: DType) -> str:
     elements. It is launched in any number of blocks (`blocks` suggests one) of `BLOCK_THREADS`
     threads in one dimension, without dynamic shared memory.
     """
-    return _quant_ptx(tensor.device_recipe, src, tensor.format)
+    return _quant_ptx(_recipe(tensor), src, tensor.format)
+
+
+def _recipe(tensor: Quantized) -> Recipe:
+    assert isinstance(tensor.codec, Units), tensor
+    return tensor.codec.device_recipe
 
 
 @cache

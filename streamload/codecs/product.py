@@ -17,11 +17,10 @@ from functools import cache, partial, reduce
 
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.decode_kernels import Values, load, scale_at
-from streamload.codecs.encode import Quantized
 from streamload.codecs.ir import NARROW, fused, kernel_text, loop, shuffle, splat
 from streamload.codecs.llvm import HostFunction, Kernel, Target, host_target
 from streamload.codecs.parts import Part
-from streamload.codecs.scheme import CodedWeight, layout_of
+from streamload.codecs.scheme import CodedWeight, codec_of
 from streamload.core.dtypes import BF16, DType
 
 FUNCTION = HostFunction("product", (c_void_p,))
@@ -81,30 +80,22 @@ class Form:
         return constants | {"tall": self.tall or _ALL_ROWS, "per.row": self.per_row(width)}
 
 
-class StoredForm(ABC):
-    """A layout whose weights modules of a library hold as stored; no `Scheme` encodes them."""
+class Formed(ABC):
+    """A codec whose values and scales kernels read."""
 
     @abstractmethod
     def form(self, detail: str) -> Form:
-        """Return how products read such weights; ``detail`` states it if there are several."""
-
-
-class Formed(Quantized):
-    """A quantized tensor whose values and scales kernels read."""
-
-    @property
-    @abstractmethod
-    def form(self) -> Form:
-        """How products read the weight."""
+        """Return how products read weights; ``detail`` states it if there are several forms."""
 
 
 @cache
 def coded_form(coded: CodedWeight) -> Form | None:
-    """Return how products read a weight; None if no kernel can."""
-    if isinstance(made := coded.made, Formed):
-        return made.form
-    layout = layout_of(coded.format)
-    return Form(layout) if isinstance(layout, Blocks) else None
+    """Return how products read a weight, of format "name" or "name:detail"; None if none can."""
+    name, _, detail = coded.format.partition(":")
+    codec = codec_of(name)
+    if isinstance(codec, Formed):
+        return codec.form(detail)
+    return Form(codec) if isinstance(codec, Blocks) else None
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Base classes for layouts of quantized weights, and the registry of the libraries that own them.
+"""The base class of codecs of quantized weights, and the registry of the libraries that own them.
 
 A file of `schemes` recognizes one library's layouts in checkpoints, decodes and encodes them, or
-does some of that, and lists its functions in a `Library`. It is imported when a checkpoint, a dtype
+does some of that, and lists its codecs in a `Library`. It is imported when a checkpoint, a dtype
 or ``quant=`` needs one of its layouts.
 """
 
@@ -11,15 +11,17 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from streamload.codecs.cast_table import CastCounts, OutOfRange
-from streamload.codecs.encode import Quantized, StoredBlocks
 from streamload.codecs.llvm import Engine
+from streamload.codecs.parts import Array, Part, QuantCounts
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import F32, DType, add_packed
 from streamload.core.registry import Registry, Row, load
@@ -32,32 +34,6 @@ Read = Callable[[TensorInfo], bytes]
 Find = Callable[[Layouts, TensorInfo], QuantizedWeight | None]
 #: Adds the shape that a small tensor's bytes state; raises CheckpointError if they are invalid.
 Complete = Callable[[Layouts, QuantizedWeight, bytes], QuantizedWeight]
-
-
-class Scheme(ABC):
-    """A quantization that tensors can be encoded to, selected by ``quant=``.
-
-    `transposes_conv1d`: whether the modules that hold such weights have a Linear's in place of
-    transformers' Conv1D: the transpose of that in checkpoints.
-    """
-
-    name: str
-    transposes_conv1d: bool = False
-
-    @abstractmethod
-    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
-        """Return how the scheme quantizes a tensor of this shape and source dtype.
-
-        Raises ValueError: the scheme cannot hold the tensor; the message gives the reason.
-        """
-
-    def config(self, left: Sequence[str], dtype: str) -> dict[str, Any] | None:
-        """Return the ``quantization_config`` of a checkpoint; None if transformers has none.
-
-        ``left`` are modules whose matrices are not quantized, ``dtype`` is that of most other
-        tensors.
-        """
-        return None
 
 
 class Decoder(ABC):
@@ -76,59 +52,176 @@ class Decoder(ABC):
         """
 
 
-class Layout(ABC):
-    """Decodes the stored weights of one `QuantizedWeight.kind`.
+class Encoder(ABC):
+    """Quantizes one tensor. Any thread may call `encode`, several at once for different units.
+
+    `statistics`: float32, one a unit, or empty; `encode` writes it, or a device does instead.
+    """
+
+    statistics: Array = np.empty(0, np.float32)
+
+    @abstractmethod
+    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
+        """Quantize whole units from element ``first`` (a multiple) on; return errors and counts.
+
+        ``data`` is little-endian, contiguous, of any alignment, and does not overlap ``out``. The
+        last unit of the tensor may be short. Raises ValueError if the lengths do not belong
+        together.
+        """
+
+    @abstractmethod
+    def finish(self) -> dict[str, memoryview]:
+        """Return the bytes of all parts but the codes, by suffix, once all units are encoded."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor as a codec stores it.
+
+    A unit is a run of elements that is quantized on its own, such as a block, a group or a row.
 
     Attributes:
+        parts: the stored arrays; the first holds the codes (the quantized units).
+        unit_numel: elements of a unit; the flattened tensor may be cut at multiples of it.
+        unit_nbytes: bytes of the codes of a whole unit.
+        importance: float32 weights of the columns, a row for each matrix; None without any.
+    """
+
+    codec: Codec
+    shape: tuple[int, ...]
+    dtype: DType
+    parts: tuple[Part, ...]
+    unit_numel: int
+    unit_nbytes: int
+    importance: Array | None = field(default=None, compare=False)
+
+    @property
+    def format(self) -> str:
+        """The codec's name."""
+        return self.codec.name
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def units(self) -> int:
+        """Units of the tensor, a short one included."""
+        return -(-self.numel // self.unit_numel)
+
+    @property
+    def statistics_nbytes(self) -> int:
+        """Bytes of the tensor's statistics, which `Encoder` holds until `finish`."""
+        return 4 * self.units if self.codec.has_statistics else 0
+
+    def codes_nbytes(self, numel: int) -> int:
+        """Return the bytes of the codes of ``numel`` elements, which begin at a unit's start."""
+        whole, rest = divmod(numel, self.unit_numel)
+        return whole * self.unit_nbytes + -(-rest * self.unit_nbytes // self.unit_numel)
+
+    def weighted(self, importance: Array) -> Quantized:
+        """Return this tensor with `importance`; itself if its codec takes none."""
+        if not self.codec.takes_importance:
+            return self
+        return replace(self, importance=importance.reshape(-1, self.shape[-1]))
+
+    def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
+        """Return an encoder of the tensor from bytes of dtype ``src``; see `Codec.encoder`."""
+        return self.codec.encoder(self, src, engine)
+
+
+class Codec(ABC):
+    """A layout of quantized weights: encodes tensors to it, decodes weights in it, or both.
+
+    Attributes:
+        name: selects the codec in ``quant=`` if it encodes.
+        kind: `QuantizedWeight.kind` of the weights that it decodes; "" if it decodes none.
         dtype: the dtype of stored values, as in `core.dtypes.PACKED`.
         of_linears: whether the library quantizes Linears alone, so that a Conv1D's weight is
             stored transposed.
+        has_statistics: whether each unit has a float32 statistic, such as its scale.
+        device_parts: suffixes of the parts that CUDA kernels write besides the codes: one for plain
+            statistics, two (codes and scales) for quantized statistics; None without kernels.
+        takes_importance: whether tensors are encoded by weights for their columns.
     """
 
+    name: str
+    kind: str = ""
     dtype: DType
     of_linears: bool = False
+    has_statistics: bool = False
+    device_parts: tuple[str, ...] | None = None
+    takes_importance: bool = False
+
+    @abstractmethod
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        """Return how the codec stores a tensor of this shape and source dtype.
+
+        Raises ValueError: it cannot hold the tensor; the message gives the reason.
+        """
+
+    def encoder(self, tensor: Quantized, src: DType, engine: Engine) -> Encoder:
+        """Return an encoder of a tensor from bytes of dtype ``src``.
+
+        Raises:
+            ValueError: there is no quantizing from ``src``, or none at all.
+            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine; or
+                the machine is not little-endian.
+        """
+        raise ValueError(f"nothing here quantizes to {self.name}")
+
+    @property
+    def on_cuda(self) -> tuple[Codec, ...]:
+        """CPU variants of CUDA's arithmetic: each unit of CUDA's output equals a variant's."""
+        return ()
+
+    def constants(self, tensor: Quantized, offset: float = 0.0) -> dict[str, Array]:
+        """Return arrays by suffix of the parts that use no statistic but their mean, ``offset``."""
+        return {}
+
+    def config(self, left: Sequence[str], dtype: str) -> dict[str, Any] | None:
+        """Return the ``quantization_config`` of a checkpoint; None if transformers has none.
+
+        ``left`` are modules whose matrices are not quantized, ``dtype`` is that of most other
+        tensors.
+        """
+        return None
 
     def refused(self, weight: QuantizedWeight) -> str:
         """Return why a weight cannot be dequantized, or ""."""
         return ""
 
-    @abstractmethod
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> Decoder:
         """Read the weight's scales, and return its decoder; see `decode.decoder_of`."""
+        raise NotImplementedError(self.name)
 
-    def held(self, kind: str, shape: tuple[int, ...]) -> Quantized:
-        """Return the arrays of a weight that stays as it is stored; ValueError for some shapes."""
-        return StoredBlocks(kind, shape, F32)
-
-    @abstractmethod
-    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
+    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> object:
         """Compile the kernel to ``dst`` ahead of its use; raise UnsupportedCastError on failure."""
+        return None
 
 
 class Library:
-    """The layouts of a library."""
+    """The codecs of a library, by kind and by name.
+
+    Args:
+        find: recognizes weights in the headers of a checkpoint.
+        complete: adds shapes that only a tensor's bytes state, by that tensor's role.
+    """
 
     def __init__(
         self,
-        *schemes: Scheme,
-        layouts: Mapping[str, Layout] = MappingProxyType({}),
+        *codecs: Codec,
         find: Find | None = None,
         complete: Mapping[str, Complete] = MappingProxyType({}),
     ) -> None:
-        """Take what the library has.
-
-        Args:
-            schemes: encode tensors to the layouts.
-            layouts: decode weights, by `QuantizedWeight.kind`.
-            find: recognizes weights in the headers of a checkpoint.
-            complete: adds shapes that only a tensor's bytes state, by that tensor's role.
-        """
-        self.schemes = {scheme.name: scheme for scheme in schemes}
-        self.layouts, self.find, self.complete = layouts, find, complete
-        for kind, layout in layouts.items():
-            add_packed(kind, layout.dtype)
+        self.find, self.complete = find, complete
+        by_kind = {codec.kind: codec for codec in reversed(codecs) if codec.kind}
+        self.codecs = by_kind | {codec.name: codec for codec in codecs}
+        for kind, codec in by_kind.items():
+            add_packed(kind, codec.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +251,8 @@ class LibraryRow(Row):
 
     def knows(self, name: str) -> bool:
         """Return whether a scheme or a kind of the library has this name."""
-        return name in self.schemes or name in self.of_files or self.has_kind(name)
-
-    def has_kind(self, kind: str) -> bool:
-        """Return whether weights of a kind are the library's."""
-        return re.fullmatch(self.kinds, kind, re.DOTALL) is not None
+        names = (*self.schemes, *self.of_files)
+        return name in names or re.fullmatch(self.kinds, name, re.DOTALL) is not None
 
 
 def _row(name: str, **facts: Any) -> LibraryRow:
@@ -183,11 +273,9 @@ LIBRARIES = Registry(
     _row("bitsandbytes_int8", schemes=("bitsandbytes-int8",), kinds="bnb-int8", leaves="SCB"),
     _row(
         "gguf",
-        schemes=("q4_0", "q8_0"),
-        kinds="q4_[01]|q5_[01]|q8_0|iq4_nl|gguf-mxfp4",
+        schemes=("q4_0", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0"),
+        kinds="q[45]_[01]|q8_0|q[2-6]_k|iq4_nl|iq4_xs|gguf-mxfp4",
     ),
-    _row("gguf_k", kinds="q[2-6]_k|iq4_xs"),
-    _row("gguf_quants", schemes=("q4_k", "q5_0", "q5_1", "q5_k", "q6_k")),
     _row("mlc", of_files=("q3f16_1", "q4bf16_1", "q4f16_0", "q4f16_1", "q4f32_1")),
     _row("mlx", kinds="mlx-.*", leaves="scales"),
     _row("mxfp4", kinds="mxfp4", leaves=".*_blocks"),
@@ -197,26 +285,23 @@ LIBRARIES = Registry(
 )
 
 
-def _first(name: str, fits: Callable[[LibraryRow], bool]) -> Library | None:
-    """Return the first library that fits; others' are not looked for if ours know the name."""
-    if not name:
-        return None
-    ours = LIBRARIES.ours.values()
-    rows = ours if any(row.knows(name) for row in ours) else LIBRARIES.values()
-    return next((row.load() for row in rows if fits(row)), None)
+def _row_of(name: str) -> LibraryRow | None:
+    """Return the library that knows a name; others' are not looked for if one of ours does."""
+    rows = LIBRARIES.values() if name else ()
+    return next((row for row in rows if row.knows(name)), None)
 
 
-class _Schemes(Mapping[str, Scheme]):
-    """Schemes by name; a lookup imports the library of the scheme."""
+class _Schemes(Mapping[str, Codec]):
+    """Codecs that encode, by name; a lookup imports their library."""
 
     def __init__(self, names: Callable[[LibraryRow], tuple[str, ...]]) -> None:
         self._names = names
 
-    def __getitem__(self, name: str) -> Scheme:
-        library = _first(name, lambda row: name in self._names(row))
-        if library is None:
+    def __getitem__(self, name: str) -> Codec:
+        row = _row_of(name)
+        if row is None or name not in self._names(row):
             raise KeyError(name)
-        return library.schemes[name]
+        return row.load().codecs[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(chain.from_iterable(map(self._names, LIBRARIES.values()))))
@@ -231,16 +316,16 @@ SCHEMES = _Schemes(lambda row: row.schemes)
 ALL_SCHEMES = _Schemes(lambda row: row.schemes + row.of_files)
 
 
-def layout_of(kind: str) -> Layout | None:
-    """Return the layout that decodes weights of a kind; None if they cannot be decoded."""
-    library = _first(kind, lambda row: row.has_kind(kind))
-    return None if library is None else library.layouts.get(kind)
+def codec_of(name: str) -> Codec | None:
+    """Return the codec of a scheme, or of a kind of weights; None if there is none."""
+    row = _row_of(name)
+    return None if row is None else row.load().codecs.get(name)
 
 
 def is_blocks(kind: str) -> bool:
     """Return whether weights of a kind are blocks that hold their scales, as in GGUF files."""
-    layout = layout_of(kind)
-    return layout is not None and layout.dtype.block > 1
+    codec = codec_of(kind)
+    return codec is not None and bool(codec.kind) and codec.dtype.block > 1
 
 
 def finder_of(rows: Mapping[str, LibraryRow], leaf: str) -> Find | None:
@@ -294,8 +379,6 @@ class CodedWeight(NamedTuple):
 
 @cache
 def _made(format: str, shape: tuple[int, int]) -> Quantized:
-    if format in SCHEMES:
-        return SCHEMES[format].of(shape, F32)
-    layout = layout_of(format)
-    assert layout is not None, format
-    return layout.held(format, shape)
+    codec = codec_of(format)
+    assert codec is not None, format
+    return codec.of(shape, F32)

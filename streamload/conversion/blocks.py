@@ -19,9 +19,9 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts
 from streamload.codecs.decode import Decoders, scales_nbytes
-from streamload.codecs.encode import Encoder, Quantized
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.permute import Fill, Permutation, compile_transpose, transpose
+from streamload.codecs.scheme import Encoder, Quantized
 from streamload.codecs.weights import Packed
 from streamload.conversion.disk import FileSum, Output
 from streamload.conversion.journal import Finished

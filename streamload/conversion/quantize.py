@@ -71,7 +71,7 @@ def wanted_of(
             if source.transpose is not None:
                 made = Joined.of(info, source.transpose)
         scheme = ALL_SCHEMES.get(format or "")  # a writer's own format may be none
-        turns = scheme is not None and scheme.transposes_conv1d and len(shape) == 2
+        turns = scheme is not None and scheme.of_linears and len(shape) == 2
         if of_modules and turns and is_conv1d(chosen.config, info.name):
             made = (made or Joined.of(info)).transposed(*shape)
             shape = shape[::-1]

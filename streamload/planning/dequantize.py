@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.decode import compile_decoder
-from streamload.codecs.scheme import CodedWeight, is_blocks, layout_of
+from streamload.codecs.scheme import CodedWeight, codec_of, is_blocks
 from streamload.codecs.stored import OWN_METHOD, read_states, unknown_codes
 from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import F64, PACKED, DType
@@ -162,8 +162,8 @@ def _is_of_linears(checkpoint: Checkpoint, info: Packed) -> bool:
 
     Headers of GGUF files state their own permutations.
     """
-    layout = layout_of(info.group.kind)
-    return layout is not None and layout.of_linears and info.name not in checkpoint.turns
+    codec = codec_of(info.group.kind)
+    return codec is not None and codec.of_linears and info.name not in checkpoint.turns
 
 
 def as_in_models(checkpoint: Checkpoint) -> Checkpoint:

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.encode import Encoder, Quantized, encoder_for
+from streamload.codecs.encode import encoder_for
 from streamload.codecs.parts import Array, Part
-from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight
+from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight, Encoder, Quantized
 from streamload.codecs.stored import OWN_METHOD
 from streamload.core.dtypes import BF16, F16, F32, F64, DType
 from streamload.core.patterns import did_you_mean
@@ -470,7 +470,7 @@ def held_nbytes(weight: Quantized) -> int:
 
 def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> TensorRequest:
     """Return the request, transposed if the format's library quantizes a Conv1D's transpose."""
-    is_such = format is not None and SCHEMES[format].transposes_conv1d and len(want.shape) == 2
+    is_such = format is not None and SCHEMES[format].of_linears and len(want.shape) == 2
     if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
         return want
     return want._replace(shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
@@ -489,7 +489,7 @@ def _codings(
     coding = Coding(
         *(name, shape, "", made.unit_numel),
         *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
-        made.device_parts if in_order and src is not F64 else None,
+        made.codec.device_parts if in_order and src is not F64 else None,
     )
     return tuple((part, replace(coding, part=part.suffix)) for part in made.parts)
 
@@ -507,7 +507,7 @@ def parts_of(
         path = info.shard
         raise UnsupportedCastError(src.name, name, reason=why, tensor=info.name, path=path)
     in_order = want.transpose is None and not of_rows and want.source[0].columns is None
-    if made.device_parts and len(made.device_parts) > 1:  # what a device holds goes as it came
+    if len(made.codec.device_parts or ()) > 1:  # what a device holds goes as it came
         in_order = in_order and len(want.source) == 1
     for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
         each = want

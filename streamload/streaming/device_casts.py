@@ -17,7 +17,6 @@ from streamload.codecs import encode_cuda as ptx
 from streamload.codecs.cast_cuda import blocks
 from streamload.codecs.cast_table import CastCounts
 from streamload.codecs.decode import Weight, values_of
-from streamload.codecs.encode import Units
 from streamload.codecs.encode_kernels import Tally
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.schemes import bitsandbytes_nested_cuda as nested_ptx
@@ -134,7 +133,8 @@ class DeviceCasts:
         Returns the mean of the statistics, which was subtracted first.
         """
         p = self._tallies[index][1]
-        units = _made(p.kind).units
+        assert p.kind.coding is not None, p.name
+        units = coded(p.kind.coding, p.kind.src).units
         values, table = self.held(index), self._memory.address + self._table_at
         tally = Tally.from_buffer_copy(self._tally_bytes(index))
         mean = np.float32(tally.statistics / units)
@@ -154,7 +154,7 @@ class DeviceCasts:
         tally = self._memory.address + self._tallies_at + base
         kernel = self._kernels[self._key(p)]
         if p.kind.coding is not None:
-            many = ptx.blocks(_made(p.kind), numel)
+            many = ptx.blocks(coded(p.kind.coding, p.kind.src), numel)
             unit = p.kind.coding.unit_numel
             statistics = auxiliary and auxiliary + first // p.kind.unit_numel * STATISTIC_NBYTES
             return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, statistics, unit)
@@ -241,15 +241,8 @@ def _kernel(bulk: BulkCopier, p: Kind, info: Packed | None, *, clamp: bool) -> i
         text = dequant_ptx.dequant_ptx(values_of(info), p.dst, clamp=clamp, turned=p.turned_there)
         return bulk.function(text, dequant_ptx.SYMBOL)
     if p.coding is not None:
-        return bulk.function(ptx.quant_ptx(_made(p), p.src), ptx.SYMBOL)
+        return bulk.function(ptx.quant_ptx(coded(p.coding, p.src), p.src), ptx.SYMBOL)
     return bulk.kernel(p.src, p.dst, clamp)
-
-
-def _made(p: Kind) -> Units:
-    assert p.coding is not None
-    made = coded(p.coding, p.src)
-    assert isinstance(made, Units), made
-    return made
 
 
 def _counts(p: Kind, tally: bytes) -> CastCounts | QuantCounts:

@@ -37,9 +37,9 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Opener, Shards, open_shard
 from streamload.codecs.cast_table import Cast, CastCounts, make_cast
 from streamload.codecs.decode import Decoders, Weight, weight_of
-from streamload.codecs.encode import Encoder
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import QuantCounts
+from streamload.codecs.scheme import Encoder
 from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
@@ -307,7 +307,8 @@ class Job:
             p = self.plan.placements[chunk.placement]
             assert p.kind.coding is not None, p.name
             if p.kind.cast == "device":
-                constants = coded(p.kind.coding, p.kind.src).constants(mean)
+                made_of = coded(p.kind.coding, p.kind.src)
+                constants = made_of.codec.constants(made_of, mean)
                 made = {name: array.data for name, array in constants.items()}
             else:
                 encoder = self._encoders.pop(chunk.placement, None) or encoder_of(

@@ -74,9 +74,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any
     modules = said = None
     if coded:
         modules = left_by_theirs(model, {alone[tensor]: each for tensor, each in coded.items()})
-        turned = any(
-            c.transposed and not SCHEMES[c.format].transposes_conv1d for c in coded.values()
-        )
+        turned = any(c.transposed and not SCHEMES[c.format].of_linears for c in coded.values())
         if not turned and not would_be_floats(coded.values()):
             said = own_config(coded)
     return {"holders": swap.holders, "left": left, "modules": modules, "said": said}

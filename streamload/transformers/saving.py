@@ -306,7 +306,7 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
     taken = {name.removesuffix(_WEIGHT) for name in coded}
     if format is None or said is None or len(names) > 1 or not taken <= kinds.keys():
         return None
-    if not format.transposes_conv1d and any(isinstance(kinds[name], Conv1D) for name in taken):
+    if not format.of_linears and any(isinstance(kinds[name], Conv1D) for name in taken):
         return None
     if any(_is_read(model, name) for name in taken):
         return None  # their modules have no weight that a model could compute with

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
 
@@ -89,7 +89,8 @@ class Expected:
         assert self.coding is not None
         info, src = self.sources[0][0], self.src
         weight = coded(self.coding, src)
-        variants = weight.on_cuda if self.on_cuda else (weight,)
+        codecs = weight.codec.on_cuda if self.on_cuda else (weight.codec,)
+        variants = (replace(weight, codec=codec) for codec in codecs)
         encoder, *others = (encoder_for(variant, src, "numpy") for variant in variants)
         at = first = 0
         for data in _whole_units(self.values(read, block_nbytes), src.nbytes(weight.unit_numel)):

@@ -23,7 +23,7 @@ from streamload import RowRange, Source
 from streamload.checkpoint.open import open_checkpoint
 from streamload.codecs.cast_table import CastCounts
 from streamload.codecs.decode import TARGETS
-from streamload.codecs.scheme import Decoder, layout_of
+from streamload.codecs.scheme import Decoder, codec_of
 from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import BF16, F16, F32, PACKED, DType
 from streamload.core.tensors import Columns
@@ -127,9 +127,9 @@ def test_a_block_longer_than_any_matrix_is_all_of_it(tmp_path: Path) -> None:
 
 
 def test_layouts_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = layout_of("fp8")
+    found = codec_of("fp8")
     monkeypatch.setattr("importlib.import_module", None)
-    assert layout_of("fp8") is found is not None
+    assert codec_of("fp8") is found is not None
 
 
 def test_lines_are_those_of_their_places(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -277,8 +276,8 @@ def object_of(form: Any, src: DType, target: Target, *, native_half: bool) -> by
     given: Any = {"native_half": native_half, "architecture": target.architecture}
     tensor = form.of(shaped(form.name, np.zeros((64, 256))).shape, src)
     if form.name in SEARCHED:
-        return llvm.compile_object(search_ir(tensor.search, **given), target)
-    recipe = getattr(tensor, "groups", tensor).recipe  # a group of MLC's, or a unit
+        return llvm.compile_object(search_ir(form.search(tensor), **given), target)
+    recipe = form.recipe
     text = kernel_ir(recipe, src, **given)
     return llvm.compile_object(text, target)
 
@@ -325,19 +324,10 @@ except UnsupportedCastError as error:
     assert "no LLVM kernel for this machine" in done.stdout, done
 
 
-def test_what_travels_between_processes() -> None:
-    """Formats and what tensors become are plain data."""
-    for name in NAMES:
-        tensor = SCHEMES[name].of((64, 256), F16)
-        copy = pickle.loads(pickle.dumps(tensor))
-        assert copy == tensor
-        assert copy.parts == tensor.parts
-
-
 def test_a_kernel_is_compiled_once() -> None:
     first, second = (SCHEMES["q8_0"].of(shape, F16) for shape in ((1, 32), (7, 64)))
     recipes: list[Any] = [first, second]
-    kernels = [compile_kernel(one.recipe, F16, one.format) for one in recipes]
+    kernels = [compile_kernel(one.codec.recipe, F16, one.format) for one in recipes]
     assert kernels[0] is kernels[1]
 
 
@@ -355,5 +345,5 @@ def test_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     tensor: Any = SCHEMES["q8_0"].of((1, 32), F16)
     for _ in range(2):
         llvm.compiled.clear()
-        compile_kernel(tensor.recipe, F16, "q8_0")
+        compile_kernel(tensor.codec.recipe, F16, "q8_0")
     assert len(compiled) == 1

@@ -11,7 +11,7 @@ import pytest
 from quant_bounds import elements_of
 from quant_samples import Sample, samples
 
-from streamload.codecs.scheme import SCHEMES, Scheme
+from streamload.codecs.scheme import SCHEMES, Codec
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.schemes.bitsandbytes import VALUES, FourBit
 from streamload.core.dtypes import BF16, F16, F32
@@ -19,7 +19,7 @@ from streamload.core.dtypes import BF16, F16, F32
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def quantised(form: Scheme, sample: Sample) -> tuple[dict[str, Array], Any]:
+def quantised(form: Codec, sample: Sample) -> tuple[dict[str, Array], Any]:
     tensor = form.of(sample.x.shape, sample.src)
     encoder = tensor.encoder(sample.src)
     out = bytearray(tensor.parts[0].nbytes)

@@ -15,7 +15,7 @@ import streamload
 from streamload.checkpoint.open import open_checkpoint
 from streamload.codecs.decode import ScaledLayout, Weight, by_blocks, decoder_of, floats
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
-from streamload.codecs.scheme import LIBRARIES, Library, LibraryRow, Read, layout_of
+from streamload.codecs.scheme import LIBRARIES, Library, LibraryRow, Read, codec_of
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core import dtypes
 from streamload.core.dtypes import F32, DType
@@ -27,12 +27,11 @@ from streamload.planning import dequantize
 class _Layout(ScaledLayout):
     """int8 under other names: ``weight.codes`` and ``weight.step``."""
 
+    name = kind = "stepped"
     dtype = DType("codes with a step", "", 8, "float")
 
-    def __init__(self) -> None: ...
-
     def values(self, weight: QuantizedWeight) -> Any:
-        known = layout_of("int8")
+        known = codec_of("int8")
         assert isinstance(known, ScaledLayout)
         return known.values(weight)
 
@@ -63,8 +62,7 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtypes, "_PACKED", dtypes._PACKED.copy())
     monkeypatch.setattr(dequantize, "PACKED", dtypes._PACKED)
     signs = _Signs("signs", DType("signs", "", 8 * (2 + WIDTH), "float", WIDTH))
-    layouts = {"stepped": _Layout(), "signs": signs}
-    library = Library(layouts=layouts, find=_find)
+    library = Library(_Layout(), signs, find=_find)
     monkeypatch.setattr(sys.modules[__name__], "LIBRARY", library, raising=False)
     target = f"{__name__}:LIBRARY"
     row = LibraryRow(name="new", library=target, kinds="stepped|signs", leaves="codes")
@@ -76,8 +74,8 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_states_what_its_library_has(name: str) -> None:
     row = LIBRARIES[name]
     library = row.load()
-    assert sorted(row.schemes + row.of_files) == sorted(library.schemes)
-    assert all(layout_of(kind) is layout for kind, layout in library.layouts.items())
+    assert {*row.schemes, *row.of_files} <= {codec.name for codec in library.codecs.values()}
+    assert all(codec_of(name) is codec for name, codec in library.codecs.items())
     assert row.states == tuple(library.complete)
 
 
@@ -95,7 +93,7 @@ def test_a_stored_layout_loads_and_converts(tmp_path: Path) -> None:
 def test_a_block_type_is_decoded(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x.safetensors", {"w": ("U8", (34,), bytes([0, 60, *range(32)]))})
     (info,) = open_checkpoint(tmp_path).tensors.values()
-    layout = layout_of("signs")
+    layout = codec_of("signs")
     assert isinstance(layout, Blocks)
     weight = QuantizedWeight("signs", "w", {"weight": info}, (32,), (32,), 8)
     packed = Packed("w", layout.dtype, (32,), info.shard, info.start, info.stop, weight, ())

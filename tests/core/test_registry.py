@@ -100,10 +100,10 @@ ROW = LibraryRow(
 )
 """
 LIBRARY = """
-from streamload.codecs.scheme import SCHEMES, Library, Scheme
+from streamload.codecs.scheme import SCHEMES, Codec, Library
 from streamload.codecs.weights import QuantizedWeight
 
-class Acme8(Scheme):
+class Acme8(Codec):
     name = "acme8"
 
     def of(self, shape, src):

@@ -13,7 +13,7 @@ import numpy as np
 from streamload.codecs.decode_blocks import Blocks
 from streamload.codecs.decode_kernels import Values
 from streamload.codecs.product import JOB, Form
-from streamload.codecs.scheme import SCHEMES, layout_of
+from streamload.codecs.scheme import SCHEMES, codec_of
 from streamload.codecs.schemes.bitsandbytes import VALUES
 from streamload.codecs.schemes.bitsandbytes_nested import dynamic_map
 from streamload.core.dtypes import F32
@@ -40,12 +40,12 @@ def forms() -> Iterator[tuple[str, Form]]:
         assert form is not None
         yield name, form
     for name, detail in _DETAILS:
-        layout = layout_of(name)
+        layout = codec_of(name)
         form = None if layout is None else layout.form(detail)
         assert form is not None
         yield f"{name}:{detail}" if detail else name, form
     for name in _HALVES:
-        layout = layout_of(name)
+        layout = codec_of(name)
         assert isinstance(layout, Blocks)
         yield name, Form(layout)
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from streamload.codecs.decode_blocks import Blocks
-from streamload.codecs.scheme import layout_of
+from streamload.codecs.scheme import codec_of
 from streamload.codecs.schemes import bitsandbytes_nested as nested
 from streamload.codecs.schemes.bitsandbytes import VALUES
 from streamload.codecs.schemes.bitsandbytes_int8 import STEP
@@ -32,11 +32,11 @@ def bound(tensor: Any, parts: Mapping[str, Any]) -> Array:
     if (
         tensor.parts[-1].suffix == SCALES
     ):  # half a step, and the scale's rounding times the largest code
-        most, kind = tensor.recipe.most, tensor.recipe.scale.numpy
+        most, kind = tensor.codec.recipe.most, tensor.codec.recipe.scale.numpy
         info = ml_dtypes.finfo(kind)
         rounding = (most + 1) * float(info.eps) / 2 + 2.0**-20  # and what is computed in float32
         d = np.frombuffer(memoryview(parts[SCALES]), kind).astype(np.float64)
-        groups = np.repeat(d * (0.5 + rounding), tensor.group_numel)
+        groups = np.repeat(d * (0.5 + rounding), tensor.codec.recipe.numel)
         return _cut(tensor, groups + (most + 1) * float(info.smallest_subnormal) / 2)
     if tensor.format in ("q8_0", "q4_0"):
         blocks = part(tensor, parts, "").reshape(-1, tensor.unit_nbytes)
@@ -57,7 +57,7 @@ def _four_bit(tensor: Any, parts: Mapping[str, Any]) -> Array:
     """
     absmax = np.abs(_absmax(tensor, parts).astype(np.float64))
     error = np.zeros(absmax.shape)
-    if tensor.nested:
+    if tensor.codec.nested:
         scales = part(tensor, parts, ".nested_absmax").astype(np.float64)
         error = np.repeat(scales, nested.BLOCK)[: absmax.size]
         state = json.loads(bytes(part(tensor, parts, tensor.parts[-1].suffix)))
@@ -65,11 +65,11 @@ def _four_bit(tensor: Any, parts: Mapping[str, Any]) -> Array:
         gap = float(np.diff(nested.dynamic_map().astype(np.float64)).max())
         error = error * (gap / 2 + 2.0 / 65536) + rounded
     largest = absmax + error
-    half_gap = float(np.diff(np.sort(np.array(VALUES[tensor.kind]))).max()) / 2
+    half_gap = float(np.diff(np.sort(np.array(VALUES[tensor.codec.type]))).max()) / 2
     found = largest * (half_gap + 2.0**-20) + error + 2 * 2.0**-126
-    if tensor.arithmetic == "cuda":
+    if tensor.codec.arithmetic == "cuda":
         found = np.where(largest > 2.0**125, largest, found)
-    return np.repeat(found, tensor.block)[: tensor.numel].reshape(tensor.shape)
+    return np.repeat(found, tensor.codec.block)[: tensor.numel].reshape(tensor.shape)
 
 
 def part(tensor: Any, parts: Mapping[str, Any], suffix: str) -> Array:
@@ -89,18 +89,18 @@ def elements_of(tensor: Any, parts: Mapping[str, Any]) -> Array:
             scales = part(tensor, parts, tensor.parts[1].suffix)
             rows = codes.astype(np.float32) * scales.reshape(-1, *(1,) * (codes.ndim - 1))
             return rows if tensor.format == "int8" else rows * STEP
-        layout = layout_of(tensor.format)
+        layout = codec_of(tensor.format)
         if isinstance(layout, Blocks):
             return layout.decoded(codes.reshape(-1, layout.nbytes)).reshape(tensor.shape)
     codes = np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)[: tensor.numel]
-    each = np.repeat(_absmax(tensor, parts), tensor.block)[: tensor.numel]
-    return (np.array(VALUES[tensor.kind], np.float32)[codes] * each).reshape(tensor.shape)
+    each = np.repeat(_absmax(tensor, parts), tensor.codec.block)[: tensor.numel]
+    return (np.array(VALUES[tensor.codec.type], np.float32)[codes] * each).reshape(tensor.shape)
 
 
 def _absmax(tensor: Any, parts: Mapping[str, Any]) -> Array:
     """The statistics of blocks of 4 bits."""
     found = part(tensor, parts, ".absmax")
-    if not tensor.nested:
+    if not tensor.codec.nested:
         return found
     scales = np.repeat(part(tensor, parts, ".nested_absmax"), nested.BLOCK)[: found.size]
     state = json.loads(bytes(part(tensor, parts, tensor.parts[-1].suffix)))
@@ -110,13 +110,13 @@ def _absmax(tensor: Any, parts: Mapping[str, Any]) -> Array:
 def _groups(tensor: Any, parts: Mapping[str, Any]) -> Array:
     """Elements of MLC's groups, of four words each."""
     words = part(tensor, parts, "").reshape(-1, 4)
-    if tensor.is_transposed:
+    if tensor.codec.is_transposed:
         groups, rows, _ = tensor.shape
         words = part(tensor, parts, "").reshape(groups, 4, rows).transpose(0, 2, 1).reshape(-1, 4)
-    bits = tensor.recipe.bits
+    bits = tensor.codec.recipe.bits
     shifts = bits * np.arange(32 // bits, dtype=np.uint32)
     codes = (words[:, :, None] >> shifts & (2**bits - 1)).reshape(len(words), -1)
-    steps = codes.astype(np.float32) - tensor.recipe.most
+    steps = codes.astype(np.float32) - tensor.codec.recipe.most
     return _cut(tensor, steps * part(tensor, parts, SCALES).reshape(-1, 1).astype(np.float32))
 
 

@@ -224,9 +224,9 @@ def test_codes_of_cuda_are_those_of_a_near_reciprocal(tmp_path: Path, format: st
     made = coded(p.coding, p.src)
     rng = np.random.default_rng(2)
     ways = []
-    for one in made.on_cuda:
+    for codec in made.codec.on_cuda:
         out = bytearray(p.nbytes)
-        one.encoder(p.src, "numpy").encode(memoryview(x.tobytes()), memoryview(out), 0)
+        codec.encoder(made, p.src, "numpy").encode(memoryview(x.tobytes()), memoryview(out), 0)
         ways.append(np.frombuffer(out, np.uint8).reshape(-1, made.unit_nbytes))
     codes = np.array(ways)[rng.integers(0, len(ways), len(ways[0])), np.arange(len(ways[0]))]
 

@@ -45,11 +45,11 @@ from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import Vector, chosen, flushed_ir, looked_up
 from streamload.codecs.parts import Arithmetic, Array, Part, check_source, flushed, stepped
 from streamload.codecs.product import Form, Formed
-from streamload.codecs.scheme import Library, Read, Scheme
+from streamload.codecs.scheme import Library, Quantized, Read
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
-from streamload.core.dtypes import BY_CODE, BY_NAME, F32, DType
+from streamload.core.dtypes import BY_CODE, BY_NAME, F32, PACKED, DType
 from streamload.core.tensors import TensorInfo
 
 Kind = Literal["nf4", "fp4"]
@@ -80,6 +80,7 @@ _FP4_CUDA = (0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333,
 _LEAST = float(np.float32(1e-38))
 _NORMAL = 2.0**-126  # the least magnitude that CUDA's arithmetic keeps
 _JSON_FLOAT = 25  # characters that a float takes at most
+_STATE = "quant_state.bitsandbytes__"
 
 
 @dataclass(frozen=True)
@@ -160,78 +161,101 @@ def _code(v: Vector, masks: Sequence[str], order: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class _Blocks(Units, Formed):
-    """A tensor quantized to nf4 or fp4; see `FourBit` for kind, block, nested and arithmetic.
+class _Values(Values):
+    nested: int = 0
+    name = "nf4 or fp4"
+    significant_bits = 24
+    bits, high_first, has_table = 4, True, True
+
+    def instructions(self, v: Vector, codes: str) -> str:
+        return looked_up(v, "%table", codes)
+
+    def decoded(self, codes: Array, table: Array) -> Array:
+        return table[codes]
+
+
+@dataclass(frozen=True)
+class FourBit(ScaledLayout, Units, Formed):
+    """bitsandbytes' quantization to 4 bits, in one of `BLOCKS`.
 
     Args:
+        nested: whether the blocks' largest magnitudes are quantized, too.
+        arithmetic: the device whose results are reproduced.
         steps: units in the last place by which CUDA's reciprocal differs from the nearest one.
     """
 
-    kind: Kind
-    block: int
-    nested: bool
-    arithmetic: Arithmetic
+    type: Kind
+    nested: bool = False
+    block: int = 64
+    arithmetic: Arithmetic = "cpu"
     steps: int = 0
 
+    of_linears = True
     has_statistics = True
 
     @property
-    def unit_numel(self) -> int:
-        return self.block
+    def name(self) -> str:  # type: ignore[override]
+        """The value of ``quant=`` that selects the scheme, as "nf4" or "nf4-nested"."""
+        return f"{self.type}-nested" if self.nested else self.type
 
     @property
-    def unit_nbytes(self) -> int:
-        return self.block // 2
+    def kind(self) -> str:  # type: ignore[override]
+        """The kind of weights that it decodes, nested or not; see `Codec`."""
+        return f"bnb-{self.type}"
 
     @property
-    def on_cuda(self) -> tuple[_Blocks, ...]:
-        return tuple(replace(self, arithmetic="cuda", steps=steps) for steps in (0, -1, 1))
+    def dtype(self) -> DType:  # type: ignore[override]
+        """The dtype of codes; see `Codec`."""
+        return PACKED[self.kind]
 
     @property
-    def form(self) -> Form:
-        """Blocks of values of 4 bits; nested scales are decoded where they are used."""
-        parts = [("scales", ".absmax"), ("table", ".quant_map")]
-        if self.nested:
-            parts += [("nested", ".nested_absmax"), ("map", ".nested_quant_map")]
-            parts += [("state", self._state)]
-        return Form(_Values(nested=dynamic.BLOCK * self.nested), tuple(parts), self.block)
-
-    @property
-    def _state(self) -> str:
-        return f".quant_state.bitsandbytes__{self.kind}"
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        u8 = BY_CODE["U8"]
-        codes = Part("", u8, (-(-self.numel // 2), 1))
-        absmax = Part(".absmax", u8 if self.nested else F32, (self.units,))
-        maps = Part(".quant_map", F32, (16,))
-        scales = Part(".nested_absmax", F32, (-(-self.units // dynamic.BLOCK),))
-        nested = (scales, Part(".nested_quant_map", F32, (256,))) if self.nested else ()
-        return codes, absmax, maps, *nested, Part(self._state, u8, (self._state_nbytes,))
-
-    @property
-    def device_parts(self) -> tuple[str, ...]:
+    def device_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The suffixes of statistics; see `Codec`."""
         return (".absmax", ".nested_absmax") if self.nested else (".absmax",)
 
     @property
     def recipe(self) -> _Recipe:
-        return _Recipe(self.kind, self.block, self.arithmetic)
+        """The host's instructions; see `Units.recipe`."""
+        return _Recipe(self.type, self.block, self.arithmetic)
 
     @property
     def device_recipe(self) -> _Recipe:
-        return _Recipe(self.kind, self.block, "cuda", approximates=True)
+        """CUDA's instructions; see `Units.device_recipe`."""
+        return _Recipe(self.type, self.block, "cuda", approximates=True)
 
     @property
-    def _state_nbytes(self) -> int:
-        return len(self._state_json(0.0)) + (_JSON_FLOAT - len("0.0") if self.nested else 0)
+    def on_cuda(self) -> tuple[FourBit, ...]:
+        """The steps that CUDA's reciprocal may be off by; see `Codec.on_cuda`."""
+        return tuple(replace(self, arithmetic="cuda", steps=steps) for steps in (0, -1, 1))
 
-    def _state_json(self, offset: float) -> bytes:
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        """Return how a tensor is quantized to 4 bits; see `Codec.of`."""
+        check_source(self.name, shape, src)
+        if self.block not in BLOCKS:
+            raise ValueError(f"{self.name}: a block is of {BLOCKS} elements, not {self.block}")
+        numel = math.prod(shape)
+        units, u8 = -(-numel // self.block), BY_CODE["U8"]
+        state_nbytes = len(self._state(shape, src, 0.0))
+        nested: tuple[Part, ...] = ()
+        if self.nested:
+            state_nbytes += _JSON_FLOAT - len("0.0")
+            scales = Part(".nested_absmax", F32, (-(-units // dynamic.BLOCK),))
+            nested = scales, Part(".nested_quant_map", F32, (256,))
+        parts = (
+            Part("", u8, (-(-numel // 2), 1)),
+            Part(".absmax", u8 if self.nested else F32, (units,)),
+            Part(".quant_map", F32, (16,)),
+            *nested,
+            Part(f".{_STATE}{self.type}", u8, (state_nbytes,)),
+        )
+        return Quantized(self, shape, src, parts, self.block, self.block // 2)
+
+    def _state(self, shape: tuple[int, ...], src: DType, offset: float) -> bytes:
         state: dict[str, Any] = {
-            "quant_type": self.kind,
+            "quant_type": self.type,
             "blocksize": self.block,
-            "dtype": self.dtype.name,
-            "shape": self.shape,
+            "dtype": src.name,
+            "shape": shape,
         }
         if self.nested:
             state |= {
@@ -242,14 +266,15 @@ class _Blocks(Units, Formed):
         return json.dumps(state).encode()
 
     def encoded(self, x: Array) -> Encoded:
-        ranks = _ranks(self.kind, self.arithmetic)
+        """Quantize blocks in numpy; see `Units.encoded`."""
+        ranks = _ranks(self.type, self.arithmetic)
         scaled, absmax = (self._scaled_cpu if self.arithmetic == "cpu" else self._scaled_cuda)(x)
         rank = np.searchsorted(np.array(ranks.bounds, np.float32), scaled, side="left")
         codes = np.array(ranks.order, np.uint8)[rank]
         decoded = np.array(ranks.values, np.float32)[rank] * absmax[:, None]
         if codes.shape[1] % 2:
             zero = int(np.searchsorted(np.array(ranks.bounds), 0.0, side="left"))
-            if self.arithmetic == "cuda" and self.kind == "nf4" and absmax[-1] == 0:
+            if self.arithmetic == "cuda" and self.type == "nf4" and absmax[-1] == 0:
                 zero = 0
             codes = np.pad(codes, ((0, 0), (0, 1)), constant_values=ranks.order[zero])
         return Encoded(codes[:, ::2] << 4 | codes[:, 1::2], decoded, absmax)
@@ -269,91 +294,56 @@ class _Blocks(Units, Formed):
         is_zero = absmax == 0
         inverse[is_zero] = 0
         scaled = flushed(x * inverse[:, None])
-        if self.kind == "nf4":
+        if self.type == "nf4":
             scaled[is_zero] = -1
         return scaled, absmax
 
-    def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        state = self._state_json(offset).ljust(self._state_nbytes)
+    def constants(self, tensor: Quantized, offset: float = 0.0) -> dict[str, Array]:
+        """Return the maps and the state; see `Codec.constants`."""
+        last = tensor.parts[-1]
+        state = self._state(tensor.shape, tensor.dtype, offset).ljust(last.nbytes)
         found: dict[str, Array] = {
-            ".quant_map": np.array(VALUES[self.kind], np.float32),
-            self._state: np.frombuffer(state, np.uint8),
+            ".quant_map": np.array(VALUES[self.type], np.float32),
+            last.suffix: np.frombuffer(state, np.uint8),
         }
         return {**found, ".nested_quant_map": dynamic.dynamic_map()} if self.nested else found
 
-    def finished(self, statistics: Array) -> dict[str, Array]:
+    def finished(self, tensor: Quantized, statistics: Array) -> dict[str, Array]:
+        """Return all parts but the codes, statistics quantized if nested; see `Units.finished`."""
         if not self.nested:
-            return super().finished(statistics)
+            return super().finished(tensor, statistics)
         offset = np.float32(statistics.mean(dtype=np.float64))
         codes, scales = dynamic.quantized(statistics - offset, self.arithmetic)
         nested = {".absmax": codes, ".nested_absmax": scales}
-        return {**nested, **self.constants(float(offset))}
-
-
-@dataclass(frozen=True)
-class FourBit(Scheme):
-    """bitsandbytes' quantization to 4 bits: "nf4" or "fp4", in one of `BLOCKS`.
-
-    `nested`: whether the blocks' largest magnitudes are quantized, too; `arithmetic`: the device,
-    "cpu" or "cuda", whose results are reproduced.
-    """
-
-    kind: Kind
-    nested: bool = False
-    block: int = 64
-    arithmetic: Arithmetic = "cpu"
-    transposes_conv1d = True
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value of ``quant=`` that selects the scheme, as "nf4" or "nf4-nested"."""
-        return f"{self.kind}-nested" if self.nested else self.kind
-
-    def of(self, shape: tuple[int, ...], src: DType) -> _Blocks:
-        """Return how a tensor is quantized to 4 bits; see `Scheme.of`."""
-        check_source(self.name, shape, src)
-        if self.block not in BLOCKS:
-            raise ValueError(f"{self.name}: a block is of {BLOCKS} elements, not {self.block}")
-        return _Blocks(self.name, shape, src, self.kind, self.block, self.nested, self.arithmetic)
+        return {**nested, **self.constants(tensor, float(offset))}
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
-        """Return `BitsAndBytesConfig.to_dict` of transformers 5.23; see `Scheme.config`."""
+        """Return `BitsAndBytesConfig.to_dict` of transformers 5.23; see `Codec.config`."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
             "load_in_8bit": False,
-            "bnb_4bit_quant_type": self.kind,
+            "bnb_4bit_quant_type": self.type,
             "bnb_4bit_use_double_quant": self.nested,
             "bnb_4bit_compute_dtype": dtype,
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": list(left),
         }
 
-
-# --- decoding ---
-
-
-@dataclass(frozen=True)
-class _Values(Values):
-    nested: int = 0
-    name = "nf4 or fp4"
-    significant_bits = 24
-    bits, high_first, has_table = 4, True, True
-
-    def instructions(self, v: Vector, codes: str) -> str:
-        return looked_up(v, "%table", codes)
-
-    def decoded(self, codes: Array, table: Array) -> Array:
-        return table[codes]
-
-
-class _Layout(ScaledLayout):
-    of_linears = True
+    def form(self, detail: str) -> Form:
+        """Return blocks of values of 4 bits; nested scales are decoded where they are used."""
+        parts = [("scales", ".absmax"), ("table", ".quant_map")]
+        if self.nested:
+            parts += [("nested", ".nested_absmax"), ("map", ".nested_quant_map")]
+            parts += [("state", f".{_STATE}{self.type}")]
+        return Form(_Values(nested=dynamic.BLOCK * self.nested), tuple(parts), self.block)
 
     def values(self, weight: QuantizedWeight) -> _Values:
+        """Return how codes are stored; see `ScaledLayout.values`."""
         return _Values()
 
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
+        """Read statistics, nested or not, and the map; see `ScaledLayout.weight`."""
         absmax, values = weight.members["absmax"], weight.members["quant_map"]
         assert weight.shape is not None, weight.name
         if "nested_absmax" not in weight.members:
@@ -378,7 +368,6 @@ def _denested(weight: QuantizedWeight, codes: Array, read: Read) -> Array:
 
 # --- recognizing ---
 
-_STATE = "quant_state.bitsandbytes__"
 _TYPES = ("nf4", "fp4")
 _CODES = 16  # of a value of 4 bits
 _NESTED_CODES = 256
@@ -507,8 +496,7 @@ def _check_count(layouts: Layouts, info: TensorInfo, expected: int, numel: int, 
 
 
 LIBRARY = Library(
-    *(FourBit(kind, nested) for kind in ("nf4", "fp4") for nested in (False, True)),
-    layouts={kind: _Layout(kind) for kind in ("bnb-nf4", "bnb-fp4")},
+    *(FourBit(kind, nested) for kind in VALUES for nested in (False, True)),
     find=_find,
     complete={"quant_state": _with_state},
 )

@@ -29,15 +29,15 @@ from streamload.codecs.encode import Encoded
 from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, magnitude_bits
 from streamload.codecs.parts import Array, Part, check_source, stepped
-from streamload.codecs.product import Form, Formed
-from streamload.codecs.scheme import Library, Read, Scheme
-from streamload.codecs.schemes.scaled import Int8Layout, Int8Values, Rows, nearest
+from streamload.codecs.product import Form
+from streamload.codecs.scheme import Library, Quantized, Read
+from streamload.codecs.schemes.scaled import Int8, Int8Values, nearest
 from streamload.codecs.weights import Layouts, QuantizedWeight
-from streamload.core.dtypes import BY_CODE, F32, DType
+from streamload.core.dtypes import BY_CODE, F32, PACKED, DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError
 
-_I8, _U8 = BY_CODE["I8"], BY_CODE["U8"]
+_U8 = BY_CODE["U8"]
 _INFINITE = 0x7F800000
 #: 1 / 127, by which bitsandbytes multiplies when it decodes.
 STEP = np.float32(7.874015718698502e-3)
@@ -77,57 +77,46 @@ def _through_half(v: Vector, x: str) -> str:
     return v.as_float(WIDEN["F16"](v, half))
 
 
-@dataclass(frozen=True)
-class _Rows(Rows, Formed):
-    """A matrix quantized like bitsandbytes' ``Int8Params``.
+class _Int8(Int8):
+    """bitsandbytes' ``load_in_8bit``, the bytes of its ``Int8Params``.
 
     Args:
         steps: units in the last place by which CUDA's reciprocal differs from the nearest one.
     """
 
-    steps: int = 0
-    recipe = _Recipe()
-    device_recipe = _Recipe(approximates=True)
-    form = Form(Int8Values(), (("scales", "SCB"),), factor=float(STEP))
+    name, kind = "bitsandbytes-int8", "bnb-int8"
+    dtype = PACKED[kind]
+    of_linears = True
+    device_parts = ("SCB",)
+    recipe, device_recipe = _Recipe(), _Recipe(approximates=True)
+
+    def __init__(self, steps: int = 0) -> None:
+        self._steps = steps
+
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        check_source(self.name, shape, src)
+        if len(shape) != 2:
+            raise ValueError(f"{self.name} is of matrices, and shape {shape} is none")
+        scales = Part("SCB", F32, shape[:1], is_sibling=True)
+        return self.by_rows(shape, src, scales, Part("weight_format", _U8, (), is_sibling=True))
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return (
-            Part("", _I8, self.shape),
-            Part("SCB", F32, self.shape[:1], is_sibling=True),
-            Part("weight_format", _U8, (), is_sibling=True),
-        )
-
-    @property
-    def on_cuda(self) -> tuple[_Rows, ...]:
-        return tuple(replace(self, steps=steps) for steps in (0, -1, 1))
+    def on_cuda(self) -> tuple[_Int8, ...]:
+        return tuple(map(_Int8, (0, -1, 1)))
 
     def encoded(self, x: Array) -> Encoded:
         with np.errstate(all="ignore"):
             half = x.astype(np.float16)
             statistics = np.abs(half).max(axis=1).astype(np.float32)
-            factors = stepped(np.float32(1) / statistics, self.steps) * np.float32(127)
+            factors = stepped(np.float32(1) / statistics, self._steps) * np.float32(127)
             steps = half.astype(np.float32) * factors[:, None]
             codes = np.rint(np.where(np.isfinite(steps), steps, np.float32(0)))
             decoded = codes * statistics[:, None] * STEP
         overflowed = int(np.count_nonzero(np.isinf(half)))
         return Encoded(codes.astype(np.int8), decoded, statistics, overflowed)
 
-    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+    def constants(self, tensor: Quantized, offset: float = 0.0) -> dict[str, Array]:
         return {"weight_format": np.zeros(1, np.uint8)}
-
-
-class _Int8(Scheme):
-    """The scheme "bitsandbytes-int8", bitsandbytes' ``load_in_8bit``."""
-
-    name = "bitsandbytes-int8"
-    transposes_conv1d = True
-
-    def of(self, shape: tuple[int, ...], src: DType) -> _Rows:
-        check_source(self.name, shape, src)
-        if len(shape) != 2:
-            raise ValueError(f"{self.name} is of matrices, and shape {shape} is none")
-        return _Rows(self.name, shape, src)
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
         return {
@@ -139,9 +128,8 @@ class _Int8(Scheme):
             "llm_int8_skip_modules": list(left),
         }
 
-
-class _Layout(Int8Layout):
-    of_linears = True
+    def form(self, detail: str) -> Form:
+        return Form(Int8Values(), (("scales", "SCB"),), factor=float(STEP))
 
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
         form = weight.members.get("weight_format")
@@ -172,8 +160,4 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
     )
 
 
-LIBRARY = Library(
-    _Int8(),
-    layouts={"bnb-int8": _Layout("bnb-int8")},
-    find=_find,
-)
+LIBRARY = Library(_Int8(), find=_find)

@@ -27,19 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from streamload.codecs.encode import (
-    Encoded,
-    Encoder,
-    Quantized,
-    Units,
-    as_bytes,
-    checked_numel,
-)
+from streamload.codecs.encode import Encoded, Units, as_bytes, checked_numel
 from streamload.codecs.encode_kernels import Packing, Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, minimum
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array, Part, QuantCounts, check_source
-from streamload.codecs.scheme import Library, Scheme
+from streamload.codecs.scheme import Codec, Encoder, Library, Quantized
 from streamload.codecs.schemes.gguf import half_scale
 from streamload.codecs.schemes.scaled import nearest
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
@@ -93,33 +86,50 @@ class _Recipe(Recipe):
         return code, v.op("fmul", "float", value, d)
 
 
-def _recipe(bits: int, scale: DType) -> _Recipe:
-    """Return the recipe of a number of bits of a code, and of a dtype of scales."""
-    packing: Packing = "tens" if bits == 3 else "low pairs"
-    return _Recipe(bits, 2 ** (bits - 1) - 1, 32 // bits * _WORDS, scale, packing)
-
-
-@dataclass(frozen=True)
 class _Groups(Units):
-    """A tensor encoded as consecutive whole groups, each a scale followed by words of codes."""
+    """A group quantization of MLC-LLM, such as "q4f16_1"; transformers cannot read it.
 
-    group: _Recipe
+    A tensor ``layer.q_weight`` is stored as arrays of words and of scales. Its shape ends in the
+    row's length, or is (groups of a row, rows, 32) if both arrays are stored transposed.
+    """
+
+    device_parts = None
+
+    def __init__(self, name: str, bits: int, scale: DType, *, is_transposed: bool = False) -> None:
+        self.name, self.is_transposed = name, is_transposed
+        packing: Packing = "tens" if bits == 3 else "low pairs"
+        self._recipe = _Recipe(bits, 2 ** (bits - 1) - 1, 32 // bits * _WORDS, scale, packing)
 
     @property
     def recipe(self) -> _Recipe:
-        return self.group
+        return self._recipe
 
     @property
-    def unit_numel(self) -> int:
-        return self.recipe.numel
+    def on_cuda(self) -> tuple[Codec, ...]:
+        return ()
 
-    @property
-    def unit_nbytes(self) -> int:
-        return self.recipe.group.itemsize
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        check_source(self.name, shape, src)
+        group = self.recipe.numel
+        if not shape or (self.is_transposed and (len(shape) != 3 or shape[-1] != group)):
+            of = f"(groups, rows, {group})" if self.is_transposed else "rows"
+            raise ValueError(f"{self.name} is made from a tensor of {of}, not of shape {shape}")
+        *rows, width = shape
+        groups = -(-width // group)  # of a row
+        scales = tuple(rows) if self.is_transposed else (*rows, groups)
+        words = (_WORDS * rows[0], *rows[1:]) if self.is_transposed else (*rows, _WORDS * groups)
+        sibling = Part(SCALES, self.recipe.scale, scales, is_sibling=True)
+        # a group; a row if its last group is short, all rows if transposed
+        unit = math.prod(shape[1:]) if self.is_transposed else width if width % group else group
+        nbytes = 4 * _WORDS * -(-unit // group)
+        return Quantized(self, shape, src, (Part("", BY_CODE["U32"], words), sibling), unit, nbytes)
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part("", BY_CODE["U8"], (self.units, self.unit_nbytes)),)
+    def encoder(self, tensor: Quantized, src: DType, engine: Engine) -> Encoder:
+        # rows padded to whole groups, each a scale followed by words of codes
+        count = math.prod(tensor.shape[:-1]) * -(-tensor.shape[-1] // self.recipe.numel)
+        shape, nbytes = (count, self.recipe.numel), self.recipe.group.itemsize
+        groups = replace(tensor, shape=shape, unit_numel=self.recipe.numel, unit_nbytes=nbytes)
+        return _Encoder(self, tensor, src, super().encoder(groups, src, engine))
 
     def encoded(self, x: Array) -> Encoded:
         bits, most, scale = self.recipe.bits, np.float32(self.recipe.most), self.recipe.scale
@@ -134,92 +144,33 @@ class _Groups(Units):
         by_word = codes.astype(np.uint32).reshape(len(x), _WORDS, -1) << shifts
         words = np.bitwise_or.reduce(by_word, axis=2)
         both = np.concatenate([header.view(np.uint8), words.view(np.uint8)], axis=1)
-        overflowed = self.unit_numel * int(np.count_nonzero(np.isinf(kept)))
+        overflowed = self.recipe.numel * int(np.count_nonzero(np.isinf(kept)))
         return Encoded(both, decoded, overflowed=overflowed)
-
-
-@dataclass(frozen=True)
-class _Weight(Quantized):
-    """A tensor ``layer.q_weight`` quantized to separate arrays of words and scales.
-
-    Its shape ends in the row's length, or is (groups of a row, rows, 32) if stored transposed.
-    `is_transposed`: whether words and scales are stored transposed.
-    """
-
-    recipe: _Recipe
-    is_transposed: bool
-
-    @property
-    def group_numel(self) -> int:
-        return self.recipe.numel
-
-    @property
-    def row_groups(self) -> int:
-        return -(-self.shape[-1] // self.group_numel)
-
-    @property
-    def group_count(self) -> int:
-        return math.prod(self.shape[:-1]) * self.row_groups
-
-    @property
-    def has_short_groups(self) -> bool:
-        return self.shape[-1] % self.group_numel != 0
-
-    @property
-    def groups(self) -> _Groups:
-        """The tensor with rows padded to whole groups, for the kernel."""
-        shape = self.group_count, self.group_numel
-        return _Groups(self.format, shape, self.dtype, self.recipe)
-
-    @property
-    def unit_numel(self) -> int:
-        """Elements of a group; of a row if its last group is short, of all rows if transposed."""
-        if self.is_transposed:
-            return math.prod(self.shape[1:])
-        return self.shape[-1] if self.has_short_groups else self.group_numel
-
-    @property
-    def unit_groups(self) -> int:
-        return -(-self.unit_numel // self.group_numel)
-
-    @property
-    def unit_nbytes(self) -> int:
-        return 4 * _WORDS * self.unit_groups
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        *rows, groups = *self.shape[:-1], self.row_groups
-        scales = tuple(rows) if self.is_transposed else (*rows, groups)
-        words = (_WORDS * rows[0], *rows[1:]) if self.is_transposed else (*rows, _WORDS * groups)
-        sibling = Part(SCALES, self.recipe.scale, scales, is_sibling=True)
-        return Part("", BY_CODE["U32"], words), sibling
-
-    def encoder(self, src: DType, engine: Engine = "auto") -> _Encoder:
-        return _Encoder(self, src, engine)
 
 
 class _Encoder(Encoder):
     """Quantizes a tensor by groups, whose words of codes and scales go to separate arrays."""
 
-    def __init__(self, tensor: _Weight, src: DType, engine: Engine) -> None:
-        self._tensor, self._src = tensor, src
-        self._groups = tensor.groups.encoder(src, engine)
-        self._group = tensor.recipe.group
-        self._scales = np.zeros(tensor.group_count, self._group["scale"])
+    def __init__(self, codec: _Groups, tensor: Quantized, src: DType, groups: Encoder) -> None:
+        self._codec, self._tensor, self._src, self._groups = codec, tensor, src, groups
+        self._group, self._width = codec.recipe.group, codec.recipe.numel
+        self._of_row = -(-tensor.shape[-1] // self._width)
+        count = math.prod(tensor.shape[:-1]) * self._of_row
+        self._scales = np.zeros(count, self._group["scale"])
 
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
         tensor, unit = self._tensor, self._tensor.unit_numel
         numel = checked_numel(tensor, self._src, data, out, first)
-        at = first // unit * tensor.unit_groups
-        found = np.empty(numel // unit * tensor.unit_groups, self._group)
-        whole = self._filled(data) if tensor.has_short_groups else data
-        made = as_bytes(found)
-        counts = self._groups.encode(whole, made, at * tensor.group_numel)
+        each, is_short = -(-unit // self._width), tensor.shape[-1] % self._width != 0
+        at = first // unit * each
+        found = np.empty(numel // unit * each, self._group)
+        whole = self._filled(data) if is_short else data
+        counts = self._groups.encode(whole, as_bytes(found), at * self._width)
         self._scales[at : at + len(found)] = found["scale"]
-        if tensor.has_short_groups:
+        if is_short:
             counts = self._emptied(found, counts, numel)
         words = np.frombuffer(out, "<u4")
-        if tensor.is_transposed:
+        if self._codec.is_transposed:
             rows = tensor.shape[1]
             by_strip = found["words"].reshape(-1, rows, _WORDS)
             words.reshape(-1, _WORDS, rows)[...] = by_strip.transpose(0, 2, 1)
@@ -235,54 +186,34 @@ class _Encoder(Encoder):
 
     def _filled(self, data: memoryview) -> memoryview:
         """Return the rows of ``data``, each padded with zeros to whole groups."""
-        tensor = self._tensor
-        rows = np.frombuffer(data, f"V{self._src.itemsize}").reshape(-1, tensor.shape[-1])
-        filled = np.zeros((len(rows), tensor.row_groups * tensor.group_numel), rows.dtype)
-        filled[:, : tensor.shape[-1]] = rows
+        width = self._tensor.shape[-1]
+        rows = np.frombuffer(data, f"V{self._src.itemsize}").reshape(-1, width)
+        filled = np.zeros((len(rows), self._of_row * self._width), rows.dtype)
+        filled[:, :width] = rows
         return as_bytes(filled)
 
     def _emptied(self, found: Array, counts: QuantCounts, numel: int) -> QuantCounts:
         """Clear in ``found`` the codes of zeros from `_filled`; return ``counts`` without them."""
-        tensor = self._tensor
-        last = found.reshape(-1, tensor.row_groups)[:, -1]
-        bits = tensor.recipe.bits
+        last = found.reshape(-1, self._of_row)[:, -1]
+        bits = self._codec.recipe.bits
         per_word = 32 // bits
-        left = tensor.shape[-1] % tensor.group_numel
+        left = self._tensor.shape[-1] % self._width
         codes = np.clip(left - per_word * np.arange(_WORDS), 0, per_word)
         kept = (1 << bits * codes.astype(np.int64)) - 1
         last["words"] &= kept.astype("<u4")
         infinite = last["scale"] == _INFINITE if counts.overflowed else 0
-        filled = (tensor.group_numel - left) * int(np.count_nonzero(infinite))
+        filled = (self._width - left) * int(np.count_nonzero(infinite))
         return replace(counts, numel=numel, overflowed=counts.overflowed - filled)
 
 
-@dataclass(frozen=True)
-class _Scheme(Scheme):
-    """A group quantization of MLC-LLM, such as "q4f16_1"; transformers cannot read it."""
-
-    name: str
-    bits: int
-    scale: DType
-    is_transposed: bool = False
-
-    def of(self, shape: tuple[int, ...], src: DType) -> _Weight:
-        check_source(self.name, shape, src)
-        recipe = _recipe(self.bits, self.scale)
-        group = recipe.numel
-        if not shape or (self.is_transposed and (len(shape) != 3 or shape[-1] != group)):
-            of = f"(groups, rows, {group})" if self.is_transposed else "rows"
-            raise ValueError(f"{self.name} is made from a tensor of {of}, not of shape {shape}")
-        return _Weight(self.name, shape, src, recipe, self.is_transposed)
-
-
-_SCHEMES = (
-    _Scheme("q4f16_1", 4, F16),
-    _Scheme("q4f16_0", 4, F16, is_transposed=True),
-    _Scheme("q3f16_1", 3, F16),
-    _Scheme("q4f32_1", 4, F32),
-    _Scheme("q4bf16_1", 4, BF16),
+_CODECS = (
+    _Groups("q4f16_1", 4, F16),
+    _Groups("q4f16_0", 4, F16, is_transposed=True),
+    _Groups("q3f16_1", 3, F16),
+    _Groups("q4f32_1", 4, F32),
+    _Groups("q4bf16_1", 4, BF16),
 )
-LIBRARY = Library(*_SCHEMES)
+LIBRARY = Library(*_CODECS)
 
 #: The dtype of scales, and of all that is not quantized, by the name of a scheme.
-DTYPES = {scheme.name: scheme.scale for scheme in _SCHEMES}
+DTYPES = {codec.name: codec.recipe.scale for codec in _CODECS}

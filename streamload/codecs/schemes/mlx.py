@@ -13,8 +13,7 @@ mlx_lm/utils.py of mlx-lm 0.32. The modes without biases (mxfp4, nvfp4, mxfp8) a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import product
+from itertools import product, starmap
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +22,9 @@ import numpy as np
 from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.decode import floats
 from streamload.codecs.decode_blocks import BlockDecoder
-from streamload.codecs.encode import StoredBlocks
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array, Part
-from streamload.codecs.scheme import Layout, Library, Read, layout_of
+from streamload.codecs.scheme import Codec, Library, Quantized, Read, codec_of
 from streamload.codecs.stored import own_formats
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
@@ -53,25 +51,7 @@ def _unpacked(data: Array, bits: int) -> Array:
     return (both >> shift.astype(np.uint16)) & ((1 << bits) - 1)
 
 
-@dataclass(frozen=True)
-class _Held(StoredBlocks):
-    """A matrix whose codes, scales and biases stay as they are stored."""
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The tensors of the file: words of codes, and a scale and a bias for each group."""
-        *rows, width = self.shape
-        layout = layout_of(self.format)
-        assert isinstance(layout, Affine)
-        groups = *rows, width // layout.group
-        return (
-            Part("", BY_CODE["U32"], (*rows, width * layout.bits // 32)),
-            Part("scales", layout.scale, groups, is_sibling=True),
-            Part("biases", layout.scale, groups, is_sibling=True),
-        )
-
-
-class Affine(Layout):
+class Affine(Codec):
     """Decodes codes by scales and biases, on the host.
 
     Attributes:
@@ -82,8 +62,21 @@ class Affine(Layout):
 
     def __init__(self, bits: int, group: int, scale: DType) -> None:
         self.bits, self.group, self.scale = bits, group, scale
-        self.kind = f"mlx-{bits}bit-{group}-{scale.name}"
+        self.name = self.kind = f"mlx-{bits}bit-{group}-{scale.name}"
         self.dtype = DType(f"mlx {bits} bits", "", bits * BLOCK, "float", BLOCK)
+
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        """Return the tensors of a file: words of codes, and a scale and a bias for each group."""
+        *rows, width = shape
+        if width % self.group:
+            raise ValueError(f"{self.name} has groups of {self.group}, which do not divide {shape}")
+        nbytes, groups = self.bits * BLOCK // 8, (*rows, width // self.group)
+        parts = (
+            Part("", BY_CODE["U32"], (*rows, width * self.bits // 32)),
+            Part("scales", self.scale, groups, is_sibling=True),
+            Part("biases", self.scale, groups, is_sibling=True),
+        )
+        return Quantized(self, shape, self.scale, parts, BLOCK, nbytes)
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
@@ -102,15 +95,6 @@ class Affine(Layout):
 
         what, size = f"MLX's codes of {self.bits} bits", (BLOCK, self.bits * BLOCK // 8)
         return BlockDecoder(what, size, dst, elements, engine, out_of_range, alike=False)
-
-    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
-        """Compile nothing: numpy decodes."""
-
-    def held(self, kind: str, shape: tuple[int, ...]) -> StoredBlocks:
-        """Return the three tensors of a weight; ValueError if rows are not whole groups."""
-        if shape[-1] % self.group:
-            raise ValueError(f"{kind} has groups of {self.group}, which do not divide {shape}")
-        return _Held(kind, shape, self.scale)
 
 
 def _find(layouts: Layouts, scales: TensorInfo) -> QuantizedWeight | None:
@@ -145,7 +129,7 @@ def _said(layouts: Layouts, module: str) -> Mapping[str, Any]:
     """Return the settings of a module's weight in config.json, MLX's or streamload's."""
     for kind, names in own_formats(layouts):
         if f"{module}.weight".removeprefix(".") in names and isinstance(
-            layout := layout_of(kind), Affine
+            layout := codec_of(kind), Affine
         ):
             return {"bits": layout.bits, "group_size": layout.group}
     found = layouts.config.get(_KEY) or layouts.quantization
@@ -155,8 +139,4 @@ def _said(layouts: Layouts, module: str) -> Mapping[str, Any]:
     return own if isinstance(own, Mapping) else found
 
 
-_LAYOUTS = [Affine(*each) for each in product(_BITS, _GROUPS, _FLOATS)]
-LIBRARY = Library(
-    layouts={each.kind: each for each in _LAYOUTS},
-    find=_find,
-)
+LIBRARY = Library(*starmap(Affine, product(_BITS, _GROUPS, _FLOATS)), find=_find)

@@ -16,9 +16,10 @@ from streamload.codecs.decode import ScaledLayout, Weight, by_blocks, check_fini
 from streamload.codecs.decode_kernels import Values
 from streamload.codecs.ir import Vector
 from streamload.codecs.parts import Array
-from streamload.codecs.product import Form, StoredForm
+from streamload.codecs.product import Form, Formed
 from streamload.codecs.scheme import Library, Read
 from streamload.codecs.weights import Layouts, QuantizedWeight
+from streamload.core.dtypes import PACKED
 from streamload.core.tensors import TensorInfo
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,7 +48,10 @@ class _Values(Values):
         return _VALUES[codes]
 
 
-class _Layout(ScaledLayout, StoredForm):
+class _MXFP4(ScaledLayout, Formed):
+    name = kind = "mxfp4"
+    dtype = PACKED["mxfp4"]
+
     def values(self, weight: QuantizedWeight) -> _Values:
         return _Values()
 
@@ -78,4 +82,4 @@ def _find(layouts: Layouts, values: TensorInfo) -> QuantizedWeight | None:
     return QuantizedWeight("mxfp4", stem, members, shape, (1, _BLOCK), 4, is_transposed=True)
 
 
-LIBRARY = Library(layouts={"mxfp4": _Layout("mxfp4")}, find=_find)
+LIBRARY = Library(_MXFP4(), find=_find)

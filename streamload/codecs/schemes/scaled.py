@@ -31,10 +31,10 @@ from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.floats import FLOATS
 from streamload.codecs.ir import WIDEN, Vector
 from streamload.codecs.parts import Array, Part, check_source
-from streamload.codecs.product import Form, Formed, StoredForm
-from streamload.codecs.scheme import Library, Read, Scheme
+from streamload.codecs.product import Form, Formed
+from streamload.codecs.scheme import Library, Quantized, Read
 from streamload.codecs.weights import Layouts, QuantizedWeight, scale_beside
-from streamload.core.dtypes import BY_CODE, F32, DType
+from streamload.core.dtypes import BY_CODE, F32, PACKED, DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError
 
@@ -79,22 +79,6 @@ class _Recipe(Recipe):
         return code, v.op("fmul", "float", value, scale)
 
 
-class Rows(Units):
-    """A tensor whose units are rows, each with a statistic; codes have one byte."""
-
-    has_statistics = True
-
-    @property
-    def unit_numel(self) -> int:
-        """Elements of a row."""
-        return math.prod(self.shape[1:])
-
-    @property
-    def unit_nbytes(self) -> int:
-        """Bytes of a row of codes."""
-        return self.unit_numel
-
-
 @dataclass(frozen=True)
 class Int8Values(Values):
     """Signed integers of 8 bits, with or without zero points."""
@@ -112,34 +96,41 @@ class Int8Values(Values):
         return codes.view(np.int8).astype(np.float32)
 
 
-class _Int8Rows(Rows, Formed):
-    recipe = _Recipe()
-    form = Form(Int8Values(), (("scales", "_scale"),))
+class Int8(ScaledLayout, Units, Formed):
+    """Signed bytes with float scales, and zero points if there are any.
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return Part("", BY_CODE["I8"], self.shape), Part("_scale", F32, (self.shape[0], 1))
+    Encoded, it is compressed-tensors' int-quantized layout.
+    """
+
+    name = kind = "int8"
+    dtype = PACKED["int8"]
+    has_statistics = True
+    device_parts = ("_scale",)
+    other_roles = ("scale_2", "global_scale", "g_idx")
+    recipe: Recipe = _Recipe()
+
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
+        """Return the rows of a tensor, each with a scale; see `Codec.of`."""
+        check_source(self.name, shape, src)
+        if len(shape) < 2:
+            raise ValueError(f"{self.name} has a scale a row, and shape {shape} has no rows")
+        return self.by_rows(shape, src, Part("_scale", F32, (shape[0], 1)))
+
+    def by_rows(self, shape: tuple[int, ...], src: DType, *parts: Part) -> Quantized:
+        """Return a tensor whose units are rows of bytes; ``parts``: all but the codes."""
+        width = math.prod(shape[1:])
+        return Quantized(self, shape, src, (Part("", BY_CODE["I8"], shape), *parts), width, width)
 
     def encoded(self, x: Array) -> Encoded:
+        """Quantize rows in numpy; see `Units.encoded`."""
         scales = np.abs(x).max(axis=1) / np.float32(127)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             steps = x / np.where(scales == 0, np.float32(np.inf), scales)[:, None]
         codes = np.rint(np.clip(steps, -127, 127))
         return Encoded(codes.astype(np.int8), codes * scales[:, None], scales)
 
-
-class _Int8(Scheme):
-    """The scheme "int8", compressed-tensors' int-quantized layout."""
-
-    name = "int8"
-
-    def of(self, shape: tuple[int, ...], src: DType) -> _Int8Rows:
-        check_source(self.name, shape, src)
-        if len(shape) < 2:
-            raise ValueError(f"{self.name} has a scale a row, and shape {shape} has no rows")
-        return _Int8Rows(self.name, shape, src)
-
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
+        """Return compressed-tensors' settings; see `Codec.config`."""
         weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
         group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
         return {
@@ -150,14 +141,9 @@ class _Int8(Scheme):
             "ignore": list(left),
         }
 
-
-# --- decoding ---
-
-
-class Int8Layout(ScaledLayout):
-    """Decodes int8 values with float scales, and zero points if there are any."""
-
-    other_roles = ("scale_2", "global_scale", "g_idx")
+    def form(self, detail: str) -> Form:
+        """Return how products read it; see `Formed.form`."""
+        return Form(Int8Values(), (("scales", "_scale"),))
 
     def values(self, weight: QuantizedWeight) -> Values:
         """Return int8 storage, with zero points if the weight has a tensor of them."""
@@ -196,7 +182,9 @@ class _FP8Values(Values):
         return found
 
 
-class _FP8Layout(ScaledLayout, StoredForm):
+class _FP8Layout(ScaledLayout, Formed):
+    name = kind = "fp8"
+    dtype = PACKED["fp8"]
     other_roles = ("scale_2", "global_scale", "zero_point")
 
     def refused(self, weight: QuantizedWeight) -> str:
@@ -316,8 +304,4 @@ def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
     ]
 
 
-LIBRARY = Library(
-    _Int8(),
-    layouts={"int8": Int8Layout("int8"), "fp8": _FP8Layout("fp8")},
-    find=_find,
-)
+LIBRARY = Library(Int8(), _FP8Layout(), find=_find)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from tinygrad import Tensor, dtypes, nn
 
+from streamload.codecs.decode_blocks import WIDTH as BLOCK
 from streamload.codecs.product import operands
 from streamload.codecs.scheme import SCHEMES, CodedWeight
-from streamload.codecs.schemes.gguf import BLOCK
 from streamload.core.dtypes import F32
 from streamload.devices.base import Swap
 from streamload.devices.tinygrad.product import Weight, product

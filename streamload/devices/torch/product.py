@@ -25,14 +25,14 @@ from streamload.codecs.product import (
     JOB,
     MOST_TOKENS,
     Form,
-    StoredForm,
+    Formed,
     coded_form,
     compile_product,
     float_bits,
     operands,
 )
 from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch, product_ptx
-from streamload.codecs.scheme import CodedWeight, layout_of
+from streamload.codecs.scheme import SCHEMES, CodedWeight, codec_of
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.schemes.mlx import BLOCK, Affine
 from streamload.core.dtypes import BF16, F16, F32, DType
@@ -62,7 +62,7 @@ class Operand(NamedTuple):
 
     Attributes:
         format: the name of its format; or of a layout without a scheme, with a colon and its
-            details, if it has such (`Layout.form`).
+            details, if it has such (`Formed.form`).
         parts: its codes, and the other arrays in the order of `Form.parts`, all on one device.
         stop: the end of the rows, exclusive.
     """
@@ -90,14 +90,14 @@ _COMPUTED = frozenset((*_DTYPES, torch.float64, torch.complex64, torch.complex12
 @cache
 def form_of(format: str, width: int) -> Form | None:
     """Return how kernels read weights of a format and a width; None if none can."""
-    form = _form(format, width)
+    form = coded_form(CodedWeight(format, (1, width)))
     return form if form is not None and form.per_row(width) else None
 
 
 @cache
 def _dtypes(format: str, width: int) -> list[torch.dtype]:
     """Return the dtypes of `Operand.parts`; none for a format whose name states them."""
-    if _stored_form(format) is not None:
+    if isinstance(codec_of(format.partition(":")[0]), Formed) and format not in SCHEMES:
         return []
     coded = CodedWeight(format, (1, width))
     return [getattr(torch, part.dtype.name) for part in operands(coded)]
@@ -108,18 +108,6 @@ def _is_readable(of: Operand) -> bool:
     expected, device = _dtypes(of.format, of.width), of.parts[0].device
     is_own = not expected or [part.dtype for part in of.parts] == expected
     return is_own and all(part.is_contiguous() and part.device == device for part in of.parts)
-
-
-def _stored_form(format: str) -> Form | None:
-    """Return the form of weights that modules of a library hold as stored; None for others."""
-    kind, _, detail = format.partition(":")
-    layout = layout_of(kind)
-    return layout.form(detail) if isinstance(layout, StoredForm) else None
-
-
-@cache
-def _form(format: str, width: int) -> Form | None:
-    return _stored_form(format) or coded_form(CodedWeight(format, (1, width)))
 
 
 def offset_of(state: torch.Tensor) -> float:
@@ -138,7 +126,7 @@ def offset_of(state: torch.Tensor) -> float:
 def _by_scales(of: Operand) -> torch.Tensor:
     """Return values times the scales of blocks of rows and columns."""
     codes, scales = of.parts
-    form = _form(of.format, of.width)
+    form = coded_form(CodedWeight(of.format, (1, of.width)))
     assert form is not None and isinstance(form.codes, Values)
     nbytes = form.row_nbytes(of.width)
     x = codes.reshape(-1)[of.first * nbytes : of.stop * nbytes]
@@ -174,7 +162,7 @@ def _by_blocks(of: Operand) -> torch.Tensor:
 
 def _by_groups(of: Operand) -> torch.Tensor:
     """Return MLX's codes times the scales of their groups, plus their biases."""
-    layout = layout_of(of.format)
+    layout = codec_of(of.format)
     assert isinstance(layout, Affine)
     codes, *others = (part[of.first : of.stop] for part in of.parts)
     octets = codes.contiguous().view(torch.uint8).view(-1, layout.bits * BLOCK // 8)
@@ -205,7 +193,7 @@ def _by_table(of: Operand) -> torch.Tensor:
 
 def _without_kernel(of: Operand, out: torch.Tensor) -> None:
     """Decode by torch's operations, in pieces of whole rows, each rounded once to ``out``."""
-    form, codes = _form(of.format, of.width), of.parts[0]
+    form, codes = coded_form(CodedWeight(of.format, (1, of.width))), of.parts[0]
     if codes.dtype not in (expected := _dtypes(of.format, of.width))[:1] and expected:
         raise RuntimeError(
             f"cannot compute with {codes.dtype} in place of codes of {of.format}: expected "

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamload.codecs.encode import Quantized
 from streamload.codecs.parts import SOURCES, QuantCounts
 from streamload.codecs.product import coded_form, operands
-from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
+from streamload.codecs.scheme import SCHEMES, CodedWeight, Quantized, is_blocks
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
