@@ -23,11 +23,10 @@ import numpy as np
 from streamload.codecs.encode_kernels import Recipe, Tally, compile_kernel
 from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array, QuantCounts, check_source
-from streamload.codecs.scheme import Codec, Encoder, Quantized
-from streamload.core.dtypes import F32, F64, DType
+from streamload.codecs.scheme import AT_ONCE, Codec, Encoder, Quantized
+from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
-_ORACLE_NUMEL = 1 << 16  # elements that the oracle encodes at once, which bounds temporaries
 _NO_STATISTICS: Array = np.empty(0, np.float32)
 
 
@@ -48,19 +47,17 @@ class Encoded(NamedTuple):
 
 
 class Units(Codec):
-    """A codec whose units are quantized by kernels on the host and CUDA; see `Quantized`."""
+    """A codec whose units are quantized by kernels on the host and CUDA; see `Quantized`.
+
+    Attributes:
+        recipe: the instructions for a unit, from which the host's kernel is compiled.
+        device_recipe: those for CUDA's kernel, if the library differs there.
+    """
+
+    recipe: Recipe
+    device_recipe: Recipe | None = None
 
     device_parts: tuple[str, ...] | None = ()
-
-    @property
-    @abstractmethod
-    def recipe(self) -> Recipe:
-        """The instructions for a unit, from which the host's kernel is compiled."""
-
-    @property
-    def device_recipe(self) -> Recipe:
-        """The instructions for CUDA's kernel: `recipe`, unless the library differs on CUDA."""
-        return self.recipe
 
     @abstractmethod
     def encoded(self, x: Array) -> Encoded:
@@ -156,7 +153,7 @@ def encode_units(
     """
     unit, itemsize = tensor.unit_numel, src.itemsize
     numel = source.size // itemsize
-    step = max(_ORACLE_NUMEL // unit, 1) * unit
+    step = max(AT_ONCE // unit, 1) * unit
     counts = QuantCounts()
     whole = numel - numel % unit
     # whole units at once, and a short one alone
@@ -171,32 +168,6 @@ def encode_units(
         out[begin // unit * tensor.unit_nbytes :][: codes.size] = codes
         counts += _counted(clean, found, nan, inf)
     return counts
-
-
-def encoder_for(tensor: Quantized, src: DType, engine: Engine = "auto") -> Encoder:
-    """Return an encoder of a tensor from dtype ``src``; float64 is rounded to float32 first."""
-    return _Rounded(tensor, engine) if src is F64 else tensor.encoder(src, engine)
-
-
-class _Rounded(Encoder):
-    """Rounds float64 elements to the nearest float32, and encodes these."""
-
-    def __init__(self, tensor: Quantized, engine: Engine) -> None:
-        self._tensor, self._encoder = tensor, tensor.encoder(F32, engine)
-
-    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
-        unit = self._tensor.unit_numel
-        x, at, counts = np.frombuffer(data, F64.numpy), 0, QuantCounts()
-        for some in np.split(x, range(step := max(_ORACLE_NUMEL // unit, 1) * unit, x.size, step)):
-            with np.errstate(over="ignore"):
-                rounded = as_bytes(some.astype(np.float32))
-            end = at + self._tensor.codes_nbytes(some.size)
-            counts += self._encoder.encode(rounded, out[at:end], first)
-            first, at = first + some.size, end
-        return counts
-
-    def finish(self) -> dict[str, memoryview]:
-        return self._encoder.finish()
 
 
 def as_bytes(array: Any) -> memoryview:

@@ -60,7 +60,7 @@ def quant_ptx(tensor: Quantized, src: DType) -> str:
 
 def _recipe(tensor: Quantized) -> Recipe:
     assert isinstance(tensor.codec, Units), tensor
-    return tensor.codec.device_recipe
+    return tensor.codec.device_recipe or tensor.codec.recipe
 
 
 @cache

@@ -23,10 +23,12 @@ from streamload.codecs.cast_table import CastCounts, OutOfRange
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array, Part, QuantCounts
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
-from streamload.core.dtypes import F32, DType, add_packed
+from streamload.core.dtypes import F32, F64, DType, add_packed
 from streamload.core.registry import Registry, Row, load
 from streamload.core.tensors import TensorInfo
 
+#: Elements that are encoded at once in numpy, which bounds temporaries.
+AT_ONCE = 1 << 16
 #: Returns all bytes of a tensor of a quantized weight.
 Read = Callable[[TensorInfo], bytes]
 #: Returns the quantized weight that a tensor identifies, if any; raises CheckpointError if the
@@ -127,8 +129,32 @@ class Quantized:
         return replace(self, importance=importance.reshape(-1, self.shape[-1]))
 
     def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
-        """Return an encoder of the tensor from bytes of dtype ``src``; see `Codec.encoder`."""
-        return self.codec.encoder(self, src, engine)
+        """Return an encoder of the tensor from dtype ``src``; float64 is rounded to float32 first.
+
+        Raises as `Codec.encoder`.
+        """
+        return _Rounded(self, engine) if src is F64 else self.codec.encoder(self, src, engine)
+
+
+class _Rounded(Encoder):
+    """Rounds float64 elements to the nearest float32, and encodes these."""
+
+    def __init__(self, tensor: Quantized, engine: Engine) -> None:
+        self._tensor, self._encoder = tensor, tensor.encoder(F32, engine)
+
+    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
+        unit = self._tensor.unit_numel
+        x, at, counts = np.frombuffer(data, F64.numpy), 0, QuantCounts()
+        for some in np.split(x, range(step := max(AT_ONCE // unit, 1) * unit, x.size, step)):
+            with np.errstate(over="ignore"):
+                rounded = some.astype(np.float32).data.cast("B")
+            end = at + self._tensor.codes_nbytes(some.size)
+            counts += self._encoder.encode(rounded, out[at:end], first)
+            first, at = first + some.size, end
+        return counts
+
+    def finish(self) -> dict[str, memoryview]:
+        return self._encoder.finish()
 
 
 class Codec(ABC):

@@ -122,10 +122,15 @@ def read_states(
 def unknown_codes(layouts: Layouts, known: Mapping[str, QuantizedWeight]) -> Mapping[str, str]:
     """Return integer weights of no known layout that are next to scales, with the name of these."""
     out: dict[str, str] = {}
-    own = {str(name) for _, names in own_formats(layouts) for name in names}
-    for info in layouts.tensors.values():
-        is_codes = info.dtype.kind in ("int", "uint") and len(info.shape) > 1
-        if not is_codes or info.name in known or info.name in own:
+    codes = [
+        info
+        for info in layouts.tensors.values()
+        if info.dtype.kind in ("int", "uint") and len(info.shape) > 1 and info.name not in known
+    ]
+    formats = own_formats(layouts) if codes else []
+    own = {str(name) for _, names in formats for name in names}
+    for info in codes:
+        if info.name in own:
             continue
         module, dot, leaf = info.name.rpartition(".")
         names = (*(f"{module}{dot}{each}" for each in _COMPANIONS), f"{info.name}.absmax")

@@ -234,7 +234,7 @@ class ConvertOptions:
             out_of_range,
             max_nbytes,
             tuple(nodes or ()),
-            quant=QuantPolicy.named(quant, writer.quants),
+            quant=QuantPolicy.parse(quant, writer.quants),
             writer=writer,
             runtime=runtime,
             notes=tuple(notes),

@@ -37,9 +37,7 @@ def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
     return [
         group.name
         for group, rule in asked
-        if group.name in checkpoint.stored
-        and rule is not None
-        and rule[1] not in (None, group.kind)
+        if group.name in checkpoint.stored and rule[1] not in (None, group.kind)
     ]
 
 

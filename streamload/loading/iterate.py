@@ -18,7 +18,7 @@ from streamload.loading.options import CACHE, OF_MODELS, LoadOptions, Options, t
 from streamload.loading.prepare import Call, Decision, Place, wants_under
 from streamload.loading.report import Clock
 from streamload.planning.moves import DeviceSpec
-from streamload.planning.quant_policy import keep_blocks
+from streamload.planning.quant_policy import AUTO, keep_blocks
 from streamload.planning.sources import Found
 
 # Most bytes of tensors that are read at once: planning and starting threads takes milliseconds.
@@ -57,7 +57,7 @@ def iterate(path: CheckpointLike, **options: Unpack[LoadOptions]) -> Iterator[tu
     checkpoint, read, found = read_call(path, Options.parse(options))
     if read.device is not None and not isinstance(read.device, str):
         raise ValueError(f"tensors go to one device, one after the other, not to {read.device!r}")
-    if read.quant.is_auto:
+    if AUTO in read.quant.names:
         raise ValueError('quant="auto" is for loads of all at once: name a format')
     checkpoint, found, *_ = keep_blocks(checkpoint, found, read.quant, read.changes.by_tensor)
     place = replace(Place.look(None, checkpoint, read), alone=True)

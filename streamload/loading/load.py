@@ -67,13 +67,12 @@ from streamload.planning.dequantize import (
     asked_by_model,
     dequantized,
     in_order_of,
-    kept_kinds,
 )
 from streamload.planning.match import Match, shape_of, wants_of
 from streamload.planning.moves import DeviceSpec, DTypePolicy
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.planning.quant_policy import Kept, QuantPolicy, keep_blocks, narrower
+from streamload.planning.quant_policy import STORED, Kept, QuantPolicy, keep_blocks
 from streamload.planning.sources import Source, named_by_user, parameters_of, sources
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.streaming.loop import stream
@@ -242,7 +241,7 @@ def plan(path: CheckpointLike, **options: Unpack[LoadOptions]) -> Plan:
     checkpoint, read, found = call
     specs = partial(described, read)
     try:
-        return _planned(call, specs, stored=bool(kept_kinds(checkpoint)))
+        return _planned(call, specs)
     except PlanInfeasibleError as error:
         native = wants_of(checkpoint, found.fill).needs_native_bf16(read.policy)
         spec, *others = specs_under(read, specs(native))
@@ -294,7 +293,7 @@ def split_under(path: CheckpointLike, nodes: Sequence[Node], read: Options) -> P
     check_nodes(nodes)
     call = read_call(path, read)
     specs = node_specs(nodes)
-    if call.options.quant.keeps_stored:
+    if STORED in call.options.quant.names:
         raise ValueError(
             'quant="stored" keeps blocks in the modules of one process: nodes load floats, or '
             "quantize them to a format"
@@ -322,8 +321,13 @@ def _check_distinct(names: Sequence[str]) -> None:
         raise ValueError(f"expected devices or nodes of different names, found {names}")
 
 
-def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, stored: bool) -> Plan:
-    """Plan a load of all of a checkpoint; `specs` describes devices, given `bf16_undecided`."""
+def _planned(
+    call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, stored: bool = True
+) -> Plan:
+    """Plan a load of all of a checkpoint; `specs` describes devices, given `bf16_undecided`.
+
+    ``stored``: whether weights may stay in the blocks of a file.
+    """
     read, changed = call.options, call.options.changes.by_tensor
     engine = engine_of(read.cast)
 
@@ -343,10 +347,11 @@ def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, store
         def native() -> bool:
             return all(spec.native_bf16 for spec in specs(True))
 
-        dtype = narrower(call.checkpoint, read.policy, native)
-        made, notes = read.quant.least_loss(planned, stored=stored, dtype=dtype)
+        made, notes = read.quant.least_loss(
+            planned, call.checkpoint, read.policy, native, stored=stored
+        )
     except PlanInfeasibleError as error:
-        fits = [] if read.quant else QuantPolicy.that_fits(planned, stored=stored)
+        fits = [] if read.quant else QuantPolicy.that_fits(planned, call.checkpoint, stored=stored)
         raise error.suggesting(fits) from None
     return replace(made, notes=(*made.notes, *notes))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamload.codecs.cast_table import cast_engine, supported
-from streamload.codecs.decode import TARGETS, there_nbytes, values_of
+from streamload.codecs.decode import TARGETS, compile_decoder, there_nbytes, values_of
 from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
 from streamload.codecs.llvm import binding, lack
 from streamload.codecs.permute import compile_transpose
@@ -46,11 +46,10 @@ from streamload.errors import (
 )
 from streamload.files.page_cache import free_host_nbytes
 from streamload.loading.options import CastArgument
-from streamload.planning.dequantize import compile_decoders
 from streamload.planning.moves import DeviceSpec, DTypePolicy, TensorRequests
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
-from streamload.planning.quant_policy import compile_encoders
+from streamload.planning.quant_policy import encoder_of
 from streamload.streaming.memory_watch import needed_by_loads
 
 if TYPE_CHECKING:
@@ -390,12 +389,20 @@ def host_engine(
     ``asked``: the option ``cast=``. Also returns notes if it is not LLVM.
     """
     engine, notes = _engine(wants, policy, specs, asked)
-    compile_encoders(wants)
+    codings = {
+        (want.coding.format, want.coding.of_rows, src.name): (want.coding, src)
+        for want, src in zip(wants, wants.srcs, strict=True)
+        if want.coding is not None
+    }
+    for coding in codings.values():
+        encoder_of(*coding)  # compiles its kernel
     if engine == "numpy":
         return engine, notes
     for native_bf16 in {spec.native_bf16 for spec in specs}:
         dsts = wants.dsts(policy, native_bf16)
-        compile_decoders(wants, dsts, clamp=clamp)
+        for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
+            if isinstance(info, Packed):
+                compile_decoder(info, dst, clamp=clamp)
         compile_transpose(_transposed(wants, dsts))
     return engine, notes
 

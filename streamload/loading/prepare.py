@@ -41,7 +41,6 @@ from streamload.loading.place import (
     on_unstored,
     open_devices,
 )
-from streamload.planning.dequantize import kept_kinds
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.match import Match, ModelParameters, wants_of
 from streamload.planning.match import match as match_parameters
@@ -52,7 +51,6 @@ from streamload.planning.quant_policy import (
     NO_QUANT,
     QuantPolicy,
     keep_blocks,
-    narrower,
     quantised,
     said_of_dense,
 )
@@ -449,7 +447,7 @@ class Decision:
         offers: Collection[str] = ("quant", "residence", "device"),
     ) -> Decision:
         """Plan the load of a call; a PlanInfeasibleError suggests the options named in `offers`."""
-        asked, stored, holds = call.options, bool(kept_kinds(call.checkpoint)), bool(place.coded)
+        asked, holds = call.options, bool(place.coded)
         swapping = None if place.owner is None else partial(place.owner.swap, place.model)
 
         def demanded(quant: QuantPolicy) -> _Demand:
@@ -483,8 +481,7 @@ class Decision:
                     (found := demanded(quant) if quant or quant.dtype else demand),
                     found.planned(place.devices),
                 ),
-                stored=stored,
-                dtype=narrower(call.checkpoint, asked.policy, place.devices.native_bf16),
+                *(call.checkpoint, asked.policy, place.devices.native_bf16),
             )
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
@@ -493,7 +490,7 @@ class Decision:
             may_quantize = "quant" in offers and not asked.quant and not place.coded
             if may_quantize and has_room_to_try(len(demand.wants)):
                 fits = QuantPolicy.that_fits(
-                    lambda q: demanded(q).planned(place.devices)[0], stored=stored
+                    lambda q: demanded(q).planned(place.devices)[0], call.checkpoint
                 )
             fits += demand.mapped() if "residence" in offers else []
             fits += demand.wider() if "device" in offers else []

@@ -11,17 +11,16 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.decode import compile_decoder
 from streamload.codecs.scheme import CodedWeight, codec_of, is_blocks
 from streamload.codecs.stored import OWN_METHOD, read_states, unknown_codes
 from streamload.codecs.weights import Packed, QuantizedWeight
-from streamload.core.dtypes import F64, PACKED, DType
+from streamload.core.dtypes import F64, PACKED
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.files.header import Turn
-from streamload.planning.moves import DTypePolicy, TensorRequests
+from streamload.planning.moves import DTypePolicy
 from streamload.planning.sources import is_conv1d
 
 
@@ -236,10 +235,3 @@ def all_dequantized(checkpoint: Checkpoint) -> bool:
     """Return whether weights are dequantized, and no weight stays quantized as stored."""
     packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
     return packed and not checkpoint.groups
-
-
-def compile_decoders(wants: TensorRequests, dsts: Iterable[DType], *, clamp: bool) -> None:
-    """Compile kernels to dequantize ``wants`` to ``dsts``; ``clamp`` limits values to the range."""
-    for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
-        if isinstance(info, Packed):
-            compile_decoder(info, dst, clamp=clamp)

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.encode import encoder_for
 from streamload.codecs.parts import Array, Part
 from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight, Encoder, Quantized
 from streamload.codecs.stored import OWN_METHOD
@@ -40,7 +39,8 @@ _Made = TypeVar("_Made")
 _LISTED = 8  # weights named in a message
 _MOST_AXES = 3  # of fused experts; convolutions have more, and no module holds these quantized
 
-_AUTO = "auto"
+#: The format of least loss that fits.
+AUTO = "auto"
 #: Leaves weights in the blocks in which a file has them.
 STORED = "stored"
 # Formats that "auto" tries if the stored weights do not fit, least loss first: see
@@ -71,25 +71,37 @@ class QuantPolicy:
     by_tensor: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
+    def parse(cls, value: QuantArgument, of_files: Sequence[str] | None = None) -> QuantPolicy:
         """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
 
-        ``of_files`` names further formats, which files can have but models cannot. Raises
-        ValueError: the value is invalid, or no format of models or of ``of_files``.
+        ``of_files``: for files, names of further formats, which models cannot have. Raises
+        ValueError: the value is invalid, or no format of models or of ``of_files``; for files also
+        for "auto" and "stored".
         """
         if value is None:
             return cls()
         rules = value if isinstance(value, Mapping) else {"*": value}
+        more = (*(of_files or ()), STORED, AUTO)
         for pattern, name in rules.items():
             if not isinstance(pattern, str):
                 raise ValueError(f"a pattern of names is a string, not {pattern!r}")
             is_text = isinstance(name, str)
-            more = (*of_files, STORED, _AUTO)
             if name is not None and not (is_text and (name in more or name in SCHEMES)):
                 known = (*SCHEMES, *more)
                 hint = did_you_mean(name, SCHEMES) if is_text else ""
                 raise ValueError(f"quant is one of {', '.join(known)}, not {name!r}{hint}")
-        return cls(tuple(rules.items()))
+        policy = cls(tuple(rules.items()))
+        if of_files is not None and STORED in policy.names:
+            raise ValueError(
+                'quant="stored" leaves blocks of a file in the modules of a model; files keep '
+                "theirs without quant="
+            )
+        if of_files is not None and AUTO in policy.names:
+            raise ValueError(
+                'quant="auto" takes what fits a budget, and there is none here: name the format, '
+                f"one of {', '.join(SCHEMES)}"
+            )
+        return policy
 
     @classmethod
     def of_plan(cls, moves: Iterable[Move]) -> QuantPolicy:
@@ -97,60 +109,43 @@ class QuantPolicy:
         coded = ((m.source[0].tensor, m.kind.coding) for m in moves)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded if coding})
 
-    @classmethod
-    def named(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
-        """Like `parse`, for files: raises ValueError for "auto" and "stored", too."""
-        policy = cls.parse(value, of_files)
-        if policy.keeps_stored:
-            raise ValueError(
-                'quant="stored" leaves blocks of a file in the modules of a model; files keep '
-                "theirs without quant="
-            )
-        if policy.is_auto:
-            raise ValueError(
-                'quant="auto" takes what fits a budget, and there is none here: name the format, '
-                f"one of {', '.join(SCHEMES)}"
-            )
-        return policy
-
     def __bool__(self) -> bool:
-        return bool(self.by_tensor) or any(name is not None for _, name in self.rules)
+        return bool(self.by_tensor or self.names)
 
     @property
-    def is_auto(self) -> bool:
-        """Whether a rule has the format "auto": the one of least loss that fits."""
-        return any(name == _AUTO for _, name in self.rules)
-
-    @property
-    def keeps_stored(self) -> bool:
-        """Whether a rule has the format "stored"."""
-        return any(name == STORED for _, name in self.rules)
+    def names(self) -> list[str]:
+        """The formats that rules give."""
+        return [name for _, name in self.rules if name is not None]
 
     def least_loss(
         self,
         attempt: Callable[[QuantPolicy], _Made],
+        checkpoint: Checkpoint,
+        policy: DTypePolicy,
+        native_bf16: Callable[[], bool],
         *,
-        stored: bool,
-        dtype: DType | None,
+        stored: bool = True,
     ) -> tuple[_Made, list[str]]:
         """Plan by ``attempt``; "auto" becomes the format of least loss that fits; add notes.
 
-        If ``stored``, that is tried before weights are quantized again; before that all floats in
-        ``dtype``, if any; see `narrower`. Raises ValueError if no format can hold the weights.
+        Before weights are quantized again, all floats in the dtype of `narrower` are tried, and
+        before that the blocks of a file if ``stored``. Raises ValueError if no format can hold the
+        weights.
         """
-        if not self.is_auto:
+        if AUTO not in self.names:
             return attempt(self), []
         reasons: list[str] = []
         failures: list[Exception] = []
+        cast = narrower(checkpoint, policy, native_bf16)
         tries: list[tuple[str | None, DType | None]] = [(None, None)]
-        tries += [(STORED, None)] * stored
-        tries += [(None, dtype)] * (dtype is not None)
+        tries += [(STORED, None)] * bool(stored and kept_kinds(checkpoint))
+        tries += [(None, cast)] * (cast is not None)
         tries += ((name, None) for name in _FORMATS)
-        for name, cast in tries:
-            rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
-            tried = name or (f'dtype="{cast}"' if cast else "no format")
+        for name, dtype in tries:
+            rules = tuple((p, name if found == AUTO else found) for p, found in self.rules)
+            tried = name or (f'dtype="{dtype}"' if dtype else "no format")
             try:
-                made = attempt(QuantPolicy(rules, tried, cast))
+                made = attempt(QuantPolicy(rules, tried, dtype))
             except PlanInfeasibleError as error:
                 failures.append(error)
                 size = format_bytes(error.needed_nbytes)
@@ -167,12 +162,18 @@ class QuantPolicy:
         raise infeasible[-1] if infeasible else failures[-1]
 
     @classmethod
-    def that_fits(cls, attempt: Callable[[QuantPolicy], Plan], *, stored: bool) -> list[Fit]:
+    def that_fits(
+        cls,
+        attempt: Callable[[QuantPolicy], Plan],
+        checkpoint: Checkpoint,
+        *,
+        stored: bool = True,
+    ) -> list[Fit]:
         """Return as a suggestion the ``quant=`` of least loss that fits, and its bytes; or [].
 
-        ``stored``: whether "stored" is tried first.
+        ``stored``: whether the blocks of a file are tried first.
         """
-        for name in (*[STORED] * stored, *_FORMATS):
+        for name in (*[STORED] * bool(stored and kept_kinds(checkpoint)), *_FORMATS):
             # MemoryError: the plan, or the statistics alone, do not fit
             with suppress(MemoryError, UnsupportedCastError, ValueError):
                 devices = attempt(cls.parse(name)).devices
@@ -184,7 +185,8 @@ class QuantPolicy:
 
     def check_stored(self, checkpoint: Checkpoint) -> None:
         """Raise ValueError if a rule is "stored", and a checkpoint has no blocks to keep."""
-        if not self.keeps_stored or kept_kinds(checkpoint) or decoded_always(checkpoint):
+        keeps = STORED in self.names
+        if not keeps or kept_kinds(checkpoint) or decoded_always(checkpoint):
             return
         method = checkpoint.layouts.method
         kinds = dict.fromkeys(g.kind for g in checkpoint.groups.values())
@@ -204,13 +206,13 @@ class QuantPolicy:
         ``quantized``: whether any weight is quantized; None looks at all tensors. Raise ValueError
         if none is, and none is stored in its format.
         """
-        named = [name for _, name in self.rules if name is not None]
-        if not named or self.is_auto or self.keeps_stored:
+        named = self.names
+        if not named or AUTO in named or STORED in named:
             return []
         stays: dict[str, str] = {}
         is_done = False
         for group in checkpoint.groups.values():
-            format = (self.rule(group.name) or ("", None))[1]
+            _, format = self.rule(group.name)
             if format is not None and not _is_of(group.kind, format):
                 stays[group.name] = group.kind
             is_done |= format is not None and group.name not in stays
@@ -231,17 +233,14 @@ class QuantPolicy:
         listed = ", ".join(list(stays)[:_LISTED]) + ", ..." * (len(stays) > _LISTED)
         return [f"{len(stays)} weights stay as they are stored ({kinds}): {listed}"]
 
-    def stores(self, name: str) -> bool:
-        """Return whether the rule for a tensor is "stored"."""
-        return (self.rule(name) or ("", None))[1] == STORED
-
     def leaving(self, patterns: Sequence[str]) -> QuantPolicy:
         """Return the policy with tensors that match ``patterns`` left as they are."""
         return replace(self, rules=(*((p, None) for p in patterns), *self.rules))
 
-    def rule(self, name: str) -> tuple[str, str | None] | None:
-        """Return the pattern that decides for a tensor, and its format; None if none matches."""
-        return next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
+    def rule(self, name: str) -> tuple[str, str | None]:
+        """Return the pattern that decides for a tensor, and its format; ("", None) without any."""
+        found = (r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0]))
+        return next(found, ("", None))
 
     def formats(self, checkpoint: Checkpoint, wants: TensorRequests) -> list[str | None]:
         """Return each tensor's format; None for vectors, stored codes and tensors left alone."""
@@ -254,7 +253,7 @@ class QuantPolicy:
         out: list[str | None] = []
         for info, want in zip(wants.infos, wants, strict=True):
             name, shape = info.name, want.shape
-            pattern, found = self.rule(name) or ("", None)
+            pattern, found = self.rule(name)
             is_matrix = info.dtype.kind == "float" and len(shape) > 1 and 0 not in shape
             if not is_matrix or name in already or found == STORED:
                 found = None
@@ -435,17 +434,6 @@ def check_distinct(names: Collection[str], before: Collection[str]) -> None:
     )
 
 
-def compile_encoders(wants: TensorRequests) -> None:
-    """Compile the kernels that quantize, before the load begins."""
-    some = {
-        (want.coding.format, want.coding.of_rows, src.name): (want.coding, src)
-        for want, src in zip(wants, wants.srcs, strict=True)
-        if want.coding is not None
-    }
-    for coding, src in some.values():
-        encoder_of(coding, src)
-
-
 def encoder_of(coding: Coding, src: DType, importance: Array | None = None) -> Encoder:
     """Return the encoder that quantizes ``src`` elements, or float32 ones if ``coding.of_rows``.
 
@@ -454,7 +442,7 @@ def encoder_of(coding: Coding, src: DType, importance: Array | None = None) -> E
     made = coded(coding, src)
     if importance is not None:
         made = made.weighted(importance)
-    return encoder_for(made, F32 if coding.of_rows else src)
+    return made.encoder(F32 if coding.of_rows else src)
 
 
 def said_of_dense(nbytes: int) -> str:
@@ -478,7 +466,7 @@ def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> T
 
 @cache
 def _codings(
-    name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
+    name: str, shape: tuple[int, ...], src: DType, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
     """Return the tensors (codes, scales, ...) that a weight becomes in the format ``name``; cached.
 
@@ -502,14 +490,14 @@ def parts_of(
     ``of_rows``: whether functions change its rows.
     """
     info = checkpoint.tensors[want.source[0].tensor]
-    made = quantized_of(info, want.shape, src, name)
-    if why := _unaligned(want, made):
+    in_order = want.transpose is None and not of_rows and want.source[0].columns is None
+    if len(ALL_SCHEMES[name].device_parts or ()) > 1:  # what a device holds goes as it came
+        in_order = in_order and len(want.source) == 1
+    parts = codings_of(info, want.shape, src, name, of_rows=of_rows, in_order=in_order)
+    if why := _unaligned(want, parts[0][1].unit_numel):
         path = info.shard
         raise UnsupportedCastError(src.name, name, reason=why, tensor=info.name, path=path)
-    in_order = want.transpose is None and not of_rows and want.source[0].columns is None
-    if len(made.codec.device_parts or ()) > 1:  # what a device holds goes as it came
-        in_order = in_order and len(want.source) == 1
-    for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
+    for part, coding in parts:
         each = want
         if part.suffix:  # not the codes: nothing is read for it
             at = replace(want.source[0], stop=want.source[0].start, columns=None)
@@ -518,32 +506,31 @@ def parts_of(
         yield each._replace(name=name, shape=part.shape, dtype=part.dtype, coding=coding)
 
 
-def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantized:
-    """Return the layout of a weight in format ``name``; ``info``: the tensor, for messages."""
+def codings_of(
+    info: TensorInfo,
+    shape: tuple[int, ...],
+    src: DType,
+    name: str,
+    *,
+    of_rows: bool = False,
+    in_order: bool = False,
+) -> Sequence[tuple[Part, Coding]]:
+    """Return the tensors of a weight as `_codings`; UnsupportedCastError, if it has none."""
     reason = "this call dequantises it: quantise what convert(dtype=...) writes"
     try:
         if not src.is_packed:
-            return ALL_SCHEMES[name].of(shape, F32 if src is F64 else src)
+            return _codings(name, shape, src, of_rows, in_order)
     except ValueError as error:
         reason = str(error)
     tensor, path = info.name, info.shard
     raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
 
 
-def codings_of(
-    info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
-) -> Sequence[tuple[Part, Coding]]:
-    """Return the tensors (codes, scales, ...) of a weight; raises as `quantized_of`."""
-    quantized_of(info, shape, src, name)
-    return _codings(name, shape, src, of_rows=False, in_order=False)
-
-
-def _unaligned(want: TensorRequest, made: Quantized) -> str:
+def _unaligned(want: TensorRequest, unit: int) -> str:
     """Explain why the sources of a weight cannot be quantized piece by piece; "" if they can."""
     numel = math.prod(want.shape)
     rows = sum(r.stop - r.start for r in want.source)
     row_numel = numel // max(rows, 1)
-    unit = made.unit_numel
     t = want.transpose
     if t is not None:
         if t.rows != want.shape[0]:  # slabs of columns are assembled
@@ -593,15 +580,18 @@ def keep_blocks(
     parameter, None without a model; ``holds``: the model holds quantized weights already. Raises
     ValueError if no module holds or can hold any.
     """
-    asked, left = _asked(checkpoint, quant, of_model=swap is not None)
+    kinds = kept_kinds(checkpoint) if quant else {}
+    if not kinds:
+        return Kept(checkpoint, found)
+    asked, left = _asked(checkpoint, quant, kinds, of_model=swap is not None)
     if not (asked or left):
         return Kept(checkpoint, found)
     fill = found.fill
     alone = {
         name: checkpoint.tensors[source.rows[0].tensor]
         for name, source in fill.items()
-        if len(kinds := {asked.get(r.tensor) for r in source.rows}) == 1
-        and None not in kinds
+        if len(found_kinds := {asked.get(r.tensor) for r in source.rows}) == 1
+        and None not in found_kinds
         and not any(r.tensor in changed for r in source.rows)
     }
     made = NO_SWAP
@@ -621,7 +611,9 @@ def keep_blocks(
         for name, source in sources.items()
         for part in CodedWeight(asked[alone[name].name], alone[name].shape).made.parts[1:]
     }
-    left |= {name: asked[name] for name in asked if name not in kept and quant.stores(name)}
+    left |= {
+        name: asked[name] for name in asked if name not in kept and quant.rule(name)[1] == STORED
+    }
     if swap is not None and alone and left and not (made.coded or holds):
         classes = ", ".join(dict.fromkeys(made.refused.values()))
         raise ValueError(no_holder(list(left), made.holders, classes))
@@ -637,7 +629,7 @@ def keep_blocks(
 
 
 def _asked(
-    checkpoint: Checkpoint, quant: QuantPolicy, *, of_model: bool
+    checkpoint: Checkpoint, quant: QuantPolicy, kinds: Mapping[str, str], *, of_model: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the block types of dequantized weights that may stay in blocks, by tensor name.
 
@@ -646,18 +638,15 @@ def _asked(
     """
     kept: dict[str, str] = {}
     left: dict[str, str] = {}
-    kinds = kept_kinds(checkpoint) if quant else {}
-    if not kinds:
-        return kept, left
     wants = TensorRequests.every(checkpoint)
     inside = of_layers(checkpoint.tensors, "head")
     for info, format in zip(wants.infos, quant.formats(checkpoint, wants), strict=True):
         if (kind := kinds.get(info.name)) is None:
             continue
-        by_star = quant.rule(info.name) == ("*", STORED)
-        if by_star and not of_model and info.name not in inside:
+        rule = quant.rule(info.name)
+        if rule == ("*", STORED) and not of_model and info.name not in inside:
             left[info.name] = kind
-        elif quant.stores(info.name) or kind == format:
+        elif rule[1] == STORED or kind == format:
             kept[info.name] = kind
     return kept, left
 

@@ -89,7 +89,7 @@ def formats_of(
         formats = policy.formats(part.checkpoint, wants)
         blocks = part.checkpoint.stored
         for want, info, format in zip(wants, wants.infos, formats, strict=True):
-            if info.name in blocks and policy.stores(info.name):
+            if info.name in blocks and policy.rule(info.name)[1] == STORED:
                 format = STORED
             if format is None or info.name in kept:
                 continue

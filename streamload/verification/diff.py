@@ -184,7 +184,7 @@ def diff(
         raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
     chosen = Selection.parse(select, exclude)
     policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
-    formats = QuantPolicy.named(quant)
+    formats = QuantPolicy.parse(quant, ())
     first, second = opened(a), opened(b)
     if dtype is not None:
         first = as_in_models(dequantized(first, asked(first, policy)))

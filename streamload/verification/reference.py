@@ -19,7 +19,6 @@ from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_reference import Array, cast_array, cast_bytes
 from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.decode import Decoders
-from streamload.codecs.encode import encoder_for
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, byte_ranges, whole
@@ -91,7 +90,7 @@ class Expected:
         weight = coded(self.coding, src)
         codecs = weight.codec.on_cuda if self.on_cuda else (weight.codec,)
         variants = (replace(weight, codec=codec) for codec in codecs)
-        encoder, *others = (encoder_for(variant, src, "numpy") for variant in variants)
+        encoder, *others = (variant.encoder(src, "numpy") for variant in variants)
         at = first = 0
         for data in _whole_units(self.values(read, block_nbytes), src.nbytes(weight.unit_numel)):
             numel = len(data) // src.itemsize

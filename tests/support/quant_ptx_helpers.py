@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ KERNELS = [(name, src) for name in NAMES for src in SOURCES]
 
 def there(name: str) -> Any:
     form: Any = SCHEMES[name]
-    return replace(form, arithmetic="cuda") if isinstance(form, FourBit) else form
+    return FourBit(form.type, arithmetic="cuda") if isinstance(form, FourBit) else form
 
 
 def kernel_id(kernel: tuple[str, DType]) -> str:

@@ -174,7 +174,6 @@ class _Values(Values):
         return table[codes]
 
 
-@dataclass(frozen=True)
 class FourBit(ScaledLayout, Units, Formed):
     """bitsandbytes' quantization to 4 bits, in one of `BLOCKS`.
 
@@ -184,49 +183,30 @@ class FourBit(ScaledLayout, Units, Formed):
         steps: units in the last place by which CUDA's reciprocal differs from the nearest one.
     """
 
-    type: Kind
-    nested: bool = False
-    block: int = 64
-    arithmetic: Arithmetic = "cpu"
-    steps: int = 0
-
     of_linears = True
     has_statistics = True
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The value of ``quant=`` that selects the scheme, as "nf4" or "nf4-nested"."""
-        return f"{self.type}-nested" if self.nested else self.type
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        """The kind of weights that it decodes, nested or not; see `Codec`."""
-        return f"bnb-{self.type}"
-
-    @property
-    def dtype(self) -> DType:  # type: ignore[override]
-        """The dtype of codes; see `Codec`."""
-        return PACKED[self.kind]
-
-    @property
-    def device_parts(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The suffixes of statistics; see `Codec`."""
-        return (".absmax", ".nested_absmax") if self.nested else (".absmax",)
-
-    @property
-    def recipe(self) -> _Recipe:
-        """The host's instructions; see `Units.recipe`."""
-        return _Recipe(self.type, self.block, self.arithmetic)
-
-    @property
-    def device_recipe(self) -> _Recipe:
-        """CUDA's instructions; see `Units.device_recipe`."""
-        return _Recipe(self.type, self.block, "cuda", approximates=True)
+    def __init__(
+        self,
+        type: Kind,
+        nested: bool = False,
+        block: int = 64,
+        arithmetic: Arithmetic = "cpu",
+        steps: int = 0,
+    ) -> None:
+        self.type, self.nested, self.block = type, nested, block
+        self.arithmetic, self.steps = arithmetic, steps
+        self.name, self.kind = f"{type}-nested" if nested else type, f"bnb-{type}"
+        self.dtype = PACKED[self.kind]
+        self.device_parts = (".absmax", ".nested_absmax") if nested else (".absmax",)
+        self.recipe = _Recipe(type, block, arithmetic)
+        self.device_recipe = _Recipe(type, block, "cuda", approximates=True)
 
     @property
     def on_cuda(self) -> tuple[FourBit, ...]:
         """The steps that CUDA's reciprocal may be off by; see `Codec.on_cuda`."""
-        return tuple(replace(self, arithmetic="cuda", steps=steps) for steps in (0, -1, 1))
+        own = self.type, self.nested, self.block
+        return tuple(FourBit(*own, "cuda", steps) for steps in (0, -1, 1))
 
     def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
         """Return how a tensor is quantized to 4 bits; see `Codec.of`."""

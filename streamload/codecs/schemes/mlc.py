@@ -94,15 +94,12 @@ class _Groups(Units):
     """
 
     device_parts = None
+    recipe: _Recipe
 
     def __init__(self, name: str, bits: int, scale: DType, *, is_transposed: bool = False) -> None:
         self.name, self.is_transposed = name, is_transposed
         packing: Packing = "tens" if bits == 3 else "low pairs"
-        self._recipe = _Recipe(bits, 2 ** (bits - 1) - 1, 32 // bits * _WORDS, scale, packing)
-
-    @property
-    def recipe(self) -> _Recipe:
-        return self._recipe
+        self.recipe = _Recipe(bits, 2 ** (bits - 1) - 1, 32 // bits * _WORDS, scale, packing)
 
     @property
     def on_cuda(self) -> tuple[Codec, ...]:
