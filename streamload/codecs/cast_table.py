@@ -17,7 +17,7 @@ import numpy as np
 from streamload.codecs.cast import compile_kernel
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.floats import FLOATS, PAIRS
-from streamload.codecs.llvm import Engine, Kernel, kernel_for
+from streamload.codecs.llvm import Engine, kernel_for
 from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
@@ -40,6 +40,11 @@ class CastCounts:
     overflowed: int = 0
     flushed: int = 0
     rounded: int = 0
+
+    @classmethod
+    def of(cls, overflowed: int, flushed: int, changed: int) -> CastCounts:
+        """Return the counts of a kernel's tally, in which ``changed`` has the others, too."""
+        return cls(overflowed, flushed, changed - overflowed - flushed)
 
     @property
     def total(self) -> int:
@@ -68,11 +73,6 @@ def supported(src: DType, dst: DType) -> bool:
     return src == dst or (src, dst) in _SUPPORTED
 
 
-def cast_engine(src: DType, dst: DType, engine: Engine = "auto") -> str:
-    """Return the engine of `make_cast`: "copy", "llvm" or "numpy"; raises as `make_cast`."""
-    return _resolve(src, dst, engine, clamp=False)[0]
-
-
 def make_cast(
     src: DType, dst: DType, *, engine: Engine = "auto", out_of_range: OutOfRange = "inf"
 ) -> Cast:
@@ -88,9 +88,10 @@ def make_cast(
     if out_of_range not in get_args(OutOfRange):
         raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
     clamp = out_of_range == "clamp"
-    kind, kernel = _resolve(src, dst, engine, clamp=clamp)
-    if kind == "copy":
+    found = cast_engine(src, dst, engine, clamp=clamp)
+    if found == "copy":
         return _copy
+    kernel = compile_kernel(src, dst, clamp=clamp) if found == "llvm" else None
 
     def cast(data: memoryview, out: memoryview) -> CastCounts:
         numel = _checked_numel(data, src.itemsize, out, dst.itemsize)
@@ -103,27 +104,26 @@ def make_cast(
         tally = _Tally()
         address = source.__array_interface__["data"][0]
         kernel(address, ctypes.addressof(target), numel, tally)
-        overflowed, flushed, changed = tally
-        return CastCounts(overflowed, flushed, changed - overflowed - flushed)
+        return CastCounts.of(*tally)
 
     return cast
 
 
-def _resolve(
-    src: DType, dst: DType, engine: Engine, *, clamp: bool
-) -> tuple[Literal["copy", "llvm", "numpy"], Kernel | None]:
-    """Return the engine that casts ``src`` to ``dst``, and its kernel if that is "llvm"."""
+def cast_engine(
+    src: DType, dst: DType, engine: Engine = "auto", *, clamp: bool = False
+) -> Literal["copy", "llvm", "numpy"]:
+    """Return the engine of `make_cast`, whose kernel is compiled; raises as `make_cast`."""
     if engine not in get_args(Engine):
         raise ValueError(f"engine is one of {get_args(Engine)}, not {engine!r}")
     if src == dst:
-        return "copy", None
+        return "copy"
     if not supported(src, dst):
         raise UnsupportedCastError(src.name, dst.name, reason=_why_not(src, dst))
     if sys.byteorder != "little":
         reason = "checkpoints are little-endian and this CPU is not"
         raise UnsupportedCastError(src.name, dst.name, reason=reason)
     kernel = kernel_for(engine, lambda: compile_kernel(src, dst, clamp=clamp))
-    return "numpy" if kernel is None else "llvm", kernel
+    return "numpy" if kernel is None else "llvm"
 
 
 def _why_not(src: DType, dst: DType) -> str:

@@ -17,7 +17,6 @@ import ctypes
 import math
 import threading
 from abc import abstractmethod
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,8 +153,7 @@ class _WeightDecoder(Decoder):
         cut = (lines, data.nbytes // lines, numel, first, pitch)
         place = (*cut, w.rows, w.width, w.tall, w.wide, w.per_row, w.per_matrix)
         self._kernel(*addresses, (ctypes.c_uint64 * len(place))(*place), tally)
-        overflowed, flushed, changed = tally
-        return CastCounts(overflowed, flushed, changed - overflowed - flushed)
+        return CastCounts.of(*tally)
 
     def _by_oracle(
         self, data: memoryview, out: memoryview, first: int, lines: int, pitch: int
@@ -267,17 +265,8 @@ def decoder_of(
     return check_target(info, dst).decoder(info, dst, read, engine, out_of_range)
 
 
-def weight_of(info: Packed, read: Read) -> Weight:
-    """Read the scales of a `ScaledLayout`'s weight; raise CheckpointError if they are invalid."""
-    return _layout_of(info).weight(info.group, read)
-
-
-def values_of(info: Packed) -> Values:
-    """Return how the values of a weight of a `ScaledLayout` are stored."""
-    return _layout_of(info).values(info.group)
-
-
-def _layout_of(info: Packed) -> ScaledLayout:
+def layout_of(info: Packed) -> ScaledLayout:
+    """Return the layout of a weight with scales in separate tensors."""
     layout = codec_of(info.group.kind)
     assert isinstance(layout, ScaledLayout), info.group.kind
     return layout
@@ -308,12 +297,6 @@ class Decoders:
     def drop(self, name: str, dst: DType) -> None:
         """Free the scales of the weight ``name``, whose values have all streamed."""
         self._made.pop((name, dst), None)
-
-
-def compile_decoder(info: Packed, dst: DType, *, clamp: bool) -> None:
-    """Compile the kernel that dequantizes a weight, if there is one, ahead of its use."""
-    with suppress(UnsupportedCastError):
-        check_target(info, dst).compile(info.group, dst, clamp=clamp)
 
 
 # --- for layouts ----------------------------------------------------------------------------------

@@ -275,11 +275,6 @@ class LibraryRow(Row):
         found: Library = load(self.library)
         return found
 
-    def knows(self, name: str) -> bool:
-        """Return whether a scheme or a kind of the library has this name."""
-        names = (*self.schemes, *self.of_files)
-        return name in names or re.fullmatch(self.kinds, name, re.DOTALL) is not None
-
 
 def _row(name: str, **facts: Any) -> LibraryRow:
     return LibraryRow(name=name, library=f"{__package__}.schemes.{name}:LIBRARY", **facts)
@@ -313,8 +308,10 @@ LIBRARIES = Registry(
 
 def _row_of(name: str) -> LibraryRow | None:
     """Return the library that knows a name; others' are not looked for if one of ours does."""
-    rows = LIBRARIES.values() if name else ()
-    return next((row for row in rows if row.knows(name)), None)
+    for row in LIBRARIES.values() if name else ():
+        if name in row.schemes + row.of_files or re.fullmatch(row.kinds, name, re.DOTALL):
+            return row
+    return None
 
 
 class _Schemes(Mapping[str, Codec]):

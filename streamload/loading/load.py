@@ -364,7 +364,8 @@ def read_call(path: CheckpointLike, read: Options, model: Any = None) -> Call:
     checkpoint = opened(path)
     needed = read.residence == "mapped" or read.reader in ("mmap", "direct")
     read = replace(read, fetch=choose_fetch(checkpoint, read.fetch, needed=needed))
-    read.quant.check_stored(checkpoint)
+    if STORED in read.quant.names:
+        read.quant.check_stored(checkpoint)
     if read.policy.rules or read.quant.rules:
         names = all_names(checkpoint)
         check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), names)
@@ -374,7 +375,8 @@ def read_call(path: CheckpointLike, read: Options, model: Any = None) -> Call:
     elif checkpoint.groups or checkpoint.stored:
         checkpoint = _as_held(model, checkpoint, read)
     read = replace(read, policy=of_one_dtype(model, checkpoint, read.policy))
-    read.quant.check_meant(checkpoint)
+    if read.quant:
+        read.quant.check_meant(checkpoint)
     found = sources(checkpoint, read.mapping, read.rename, all_match=True)
     if model is not None:
         explicit = named_by_user(read.mapping, read.rename)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamload.codecs.cast_table import cast_engine, supported
-from streamload.codecs.decode import TARGETS, compile_decoder, there_nbytes, values_of
+from streamload.codecs.decode import TARGETS, check_target, layout_of, there_nbytes
 from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
 from streamload.codecs.llvm import binding, lack
 from streamload.codecs.permute import compile_transpose
@@ -236,7 +236,12 @@ def _load_kernels(
     dsts = wants.dsts(policy, spec.native_bf16)
     for want, info, dst in zip(wants, wants.infos, dsts, strict=True):
         if isinstance(info, Packed) and dst in TARGETS and there_nbytes(info.group):
-            ptx = dequant_ptx(values_of(info), dst, clamp=clamp, turned=want.transpose is not None)
+            ptx = dequant_ptx(
+                layout_of(info).values(info.group),
+                dst,
+                clamp=clamp,
+                turned=want.transpose is not None,
+            )
             bulk.function(ptx, SYMBOL)
 
 
@@ -402,7 +407,8 @@ def host_engine(
         dsts = wants.dsts(policy, native_bf16)
         for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
             if isinstance(info, Packed):
-                compile_decoder(info, dst, clamp=clamp)
+                with suppress(UnsupportedCastError):
+                    check_target(info, dst).compile(info.group, dst, clamp=clamp)
         compile_transpose(_transposed(wants, dsts))
     return engine, notes
 

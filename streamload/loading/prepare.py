@@ -125,6 +125,8 @@ def wants_under(
 ) -> TensorRequests:
     """Return a request for each source in ``fill``, or for each part of a quantized weight."""
     wants = wants_of(checkpoint, fill)
+    if not options.quant:
+        return wants
     formats = options.quant.formats(checkpoint, wants)
     return quantised(checkpoint, wants, formats, options.changes.by_tensor, policy=options.quant)
 

@@ -16,7 +16,7 @@ from streamload.codecs import decode_cuda as dequant_ptx
 from streamload.codecs import encode_cuda as ptx
 from streamload.codecs.cast_cuda import blocks
 from streamload.codecs.cast_table import CastCounts
-from streamload.codecs.decode import Weight, values_of
+from streamload.codecs.decode import Weight, layout_of
 from streamload.codecs.encode_kernels import Tally
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.schemes import bitsandbytes_nested_cuda as nested_ptx
@@ -199,7 +199,7 @@ class DeviceCasts:
         info = self._info(p)
         if info is None:
             return p.kind.src, p.kind.dst, p.kind.coding
-        return values_of(info), p.kind.dst, p.kind.turned_there
+        return layout_of(info).values(info.group), p.kind.dst, p.kind.turned_there
 
 
 class _Ring:
@@ -238,7 +238,8 @@ class _Ring:
 
 def _kernel(bulk: BulkCopier, p: Kind, info: Packed | None, *, clamp: bool) -> int:
     if info is not None:
-        text = dequant_ptx.dequant_ptx(values_of(info), p.dst, clamp=clamp, turned=p.turned_there)
+        values = layout_of(info).values(info.group)
+        text = dequant_ptx.dequant_ptx(values, p.dst, clamp=clamp, turned=p.turned_there)
         return bulk.function(text, dequant_ptx.SYMBOL)
     if p.coding is not None:
         return bulk.function(ptx.quant_ptx(coded(p.coding, p.src), p.src), ptx.SYMBOL)
@@ -248,5 +249,4 @@ def _kernel(bulk: BulkCopier, p: Kind, info: Packed | None, *, clamp: bool) -> i
 def _counts(p: Kind, tally: bytes) -> CastCounts | QuantCounts:
     if p.coding is not None:
         return Tally.from_buffer_copy(tally).counts(p.numel)
-    over, zeros, changed = struct.unpack("<3Q", tally)
-    return CastCounts(over, zeros, changed - over - zeros)
+    return CastCounts.of(*struct.unpack("<3Q", tally))

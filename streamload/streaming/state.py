@@ -36,7 +36,7 @@ import numpy as np
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Opener, Shards, open_shard
 from streamload.codecs.cast_table import Cast, CastCounts, make_cast
-from streamload.codecs.decode import Decoders, Weight, weight_of
+from streamload.codecs.decode import Decoders, Weight, layout_of
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.scheme import Encoder
@@ -401,7 +401,7 @@ class Job:
             self.shards.reader(info.shard).read_into(member.start, memoryview(data))
             return bytes(data)
 
-        return weight_of(info, read)
+        return layout_of(info).weight(info.group, read)
 
     def _begin_auxiliary(self, index: int) -> None:
         """Allocate the scales and statistics that a device writes while it quantizes a weight."""
