@@ -12,11 +12,10 @@ import numpy as np
 
 from streamload.codecs.decode_blocks import Blocks
 from streamload.codecs.decode_kernels import Values
-from streamload.codecs.product import JOB, Form
-from streamload.codecs.scheme import SCHEMES, codec_of
+from streamload.codecs.product import JOB, Form, Formed
+from streamload.codecs.scheme import codec_of
 from streamload.codecs.schemes.bitsandbytes import VALUES
 from streamload.codecs.schemes.bitsandbytes_nested import dynamic_map
-from streamload.core.dtypes import F32
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Offsets of the float16 scales in a block.
@@ -35,15 +34,11 @@ _ALL_ROWS = 2**31 - 1
 
 def forms() -> Iterator[tuple[str, Form]]:
     """Name and form of the formats that modules hold, and of all blocks."""
-    for name in ("int8", "bitsandbytes-int8", "nf4", "nf4-nested", "fp4"):
-        form = SCHEMES[name].of((64, 64), F32).form
-        assert form is not None
-        yield name, form
-    for name, detail in _DETAILS:
-        layout = codec_of(name)
-        form = None if layout is None else layout.form(detail)
-        assert form is not None
-        yield f"{name}:{detail}" if detail else name, form
+    schemes = ((name, "") for name in ("int8", "bitsandbytes-int8", "nf4", "nf4-nested", "fp4"))
+    for name, detail in (*schemes, *_DETAILS):
+        codec = codec_of(name)
+        assert isinstance(codec, Formed), name
+        yield f"{name}:{detail}" if detail else name, codec.form(detail)
     for name in _HALVES:
         layout = codec_of(name)
         assert isinstance(layout, Blocks)
