@@ -127,27 +127,52 @@ def all_rows(infos: Collection[TensorInfo]) -> Sequence[RowRange]:
     return records(RowRange, names, repeat(0), stops, repeat(None))
 
 
-def first_byte(info: TensorInfo, rows: RowRange) -> int:
-    """Return the offset in the file of the first byte of a range of rows."""
-    if rows.columns is not None:
-        return info.start + info.dtype.nbytes(rows.start * rows.columns.width + rows.columns.start)
-    return info.start + rows.start * _row_nbytes(info)
+@dataclass(frozen=True, slots=True, order=True)
+class Region:
+    """Bytes of a file: ``lines`` of ``line_nbytes`` each, whose starts are ``pitch`` bytes apart.
+
+    Attributes:
+        start: first file byte.
+    """
+
+    start: int
+    line_nbytes: int
+    lines: int = 1
+    pitch: int = 0
+
+    @property
+    def stop(self) -> int:
+        """End of the last line, exclusive."""
+        return self.start + (self.lines - 1) * self.pitch + self.line_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all lines."""
+        return self.lines * self.line_nbytes
+
+    def before(self, at: int) -> int:
+        """Return how many of these bytes are before byte ``at`` of the file."""
+        past = max(at - self.start, 0)
+        line, rest = divmod(past, self.pitch) if self.lines > 1 else (0, past)
+        return min(line * self.line_nbytes + min(rest, self.line_nbytes), self.nbytes)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield each line's (start, stop exclusive)."""
+        for line in range(self.lines):
+            start = self.start + line * self.pitch
+            yield start, start + self.line_nbytes
 
 
-def byte_ranges(info: TensorInfo, rows: RowRange) -> Iterator[tuple[int, int]]:
-    """Yield a row range's (start, stop exclusive) in the file: one, or with columns one a row."""
-    start, count = first_byte(info, rows), rows.stop - rows.start
-    if rows.columns is None:
-        yield start, start + count * _row_nbytes(info)
-        return
-    nbytes = info.dtype.nbytes(rows.columns.stop - rows.columns.start)
-    pitch = info.dtype.nbytes(rows.columns.width)
-    for at in range(start, start + count * pitch, pitch):
-        yield at, at + nbytes
-
-
-def _row_nbytes(info: TensorInfo) -> int:
-    return info.nbytes // max(info.shape[0], 1) if info.shape else info.nbytes
+def region_of(info: TensorInfo, rows: RowRange) -> Region:
+    """Return the bytes of a range of rows: one line, or with columns one a row."""
+    columns, nbytes = rows.columns, info.dtype.nbytes
+    if columns is None:
+        count = max(info.shape[0], 1) if info.shape else 1
+        begin, end = (info.nbytes * row // count for row in (rows.start, rows.stop))
+        return Region(info.start + begin, end - begin)
+    start = info.start + nbytes(rows.start * columns.width + columns.start)
+    line_nbytes = nbytes(columns.stop - columns.start)
+    return Region(start, line_nbytes, rows.stop - rows.start, nbytes(columns.width))
 
 
 class Block(NamedTuple):

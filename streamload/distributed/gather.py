@@ -17,13 +17,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from operator import itemgetter
-from typing import NamedTuple, Self
+from operator import attrgetter
+from typing import Self
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Shards, open_shard
 from streamload.core.location import Location
-from streamload.core.tensors import first_byte, whole
+from streamload.core.tensors import Region, region_of, whole
 from streamload.core.units import merged
 from streamload.distributed.group import ProcessGroup
 from streamload.files.folder import ResolvedKind
@@ -46,22 +46,6 @@ _READERS = 2
 Ranges = Sequence[tuple[int, int]]  # (start, stop) in file bytes, ascending, disjoint
 # Slices with shorter lines are exchanged: a request costs about as much as so many bytes.
 _SHORT_NBYTES = 2**17
-
-
-class Lines(NamedTuple):
-    """Bytes of a file: ``lines`` of ``nbytes`` each, whose starts are ``pitch`` bytes apart."""
-
-    start: int
-    nbytes: int
-    lines: int = 1
-    pitch: int = 1
-
-    def before(self, at: int) -> int:
-        """Return how many of these bytes are before byte ``at`` of the file."""
-        if at <= self.start:
-            return 0
-        line, rest = divmod(at - self.start, self.pitch) if self.lines > 1 else (0, at - self.start)
-        return min(line * self.nbytes + min(rest, self.nbytes), self.lines * self.nbytes)
 
 
 def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:
@@ -111,26 +95,22 @@ def exchanged(plan: ClusterPlan) -> list[Move]:
     return found
 
 
-def own_lines(checkpoint: Checkpoint, placements: Iterable[Move]) -> dict[Location, list[Lines]]:
+def own_lines(checkpoint: Checkpoint, placements: Iterable[Move]) -> dict[Location, list[Region]]:
     """Return the bytes of each file that placements read: of whole tensors, or of columns."""
-    found: dict[Location, list[Lines]] = {header.path: [] for header in checkpoint.shards}
+    found: dict[Location, list[Region]] = {header.path: [] for header in checkpoint.shards}
     for p in placements:
         info, r = checkpoint.tensors[p.source[0].tensor], p.source[0]
         if len(p.source) > 1 or p.kind.transpose is not None or not p.kind.numel:
             continue
-        if r == whole(info):
-            found[info.shard].append(Lines(info.start, info.nbytes))
-        elif r.columns is not None:
-            count, pitch = r.stop - r.start, info.dtype.nbytes(r.columns.width)
-            nbytes = info.dtype.nbytes(r.columns.stop - r.columns.start)
-            found[info.shard].append(Lines(first_byte(info, r), nbytes, count, pitch))
+        if r == whole(info) or r.columns is not None:
+            found[info.shard].append(region_of(info, r))
     return {shard: sorted(lines) for shard, lines in found.items()}
 
 
-def _needed_nbytes(lines: Sequence[Lines], start: int, stop: int) -> int:
+def _needed_nbytes(lines: Sequence[Region], start: int, stop: int) -> int:
     """Return how many bytes of the lines are from ``start`` to ``stop`` (exclusive)."""
-    first = max(bisect_right(lines, start, key=itemgetter(0)) - 1, 0)
-    last = bisect_left(lines, stop, key=itemgetter(0))
+    first = max(bisect_right(lines, start, key=attrgetter("start")) - 1, 0)
+    last = bisect_left(lines, stop, key=attrgetter("start"))
     return sum(each.before(stop) - each.before(start) for each in lines[first:last])
 
 
@@ -161,7 +141,7 @@ class CollectiveReader:
         group: ProcessGroup,
         checkpoint: Checkpoint,
         shared: Mapping[Location, Ranges],
-        mine: Mapping[Location, Sequence[Lines]],
+        mine: Mapping[Location, Sequence[Region]],
         kinds: Mapping[Location, ResolvedKind],
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:

@@ -12,9 +12,9 @@ from itertools import accumulate, product
 from typing import Any, Literal, NamedTuple
 
 from streamload.core.patterns import matches
-from streamload.core.tensors import RowRange
+from streamload.core.tensors import Block, RowRange
 from streamload.planning.kv_cache import experts_chosen
-from streamload.planning.match import split
+from streamload.planning.match import cut
 from streamload.planning.moves import TensorRequest, TensorRequests
 from streamload.planning.partition import Item, units_of
 
@@ -612,7 +612,10 @@ def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) ->
 def rows_of_experts(want: TensorRequest, experts: int) -> list[tuple[RowRange, ...]] | None:
     """Return rows in the file for each of ``experts`` experts; None if these are no whole rows."""
     plain, numel = want.transpose is None and want.coding is None, math.prod(want.shape)
-    if not plain or want.shape[:1] != (experts,) or not numel:
+    if not plain or want.shape[:1] != (experts,) or not numel or want.source[0].columns:
         return None
-    rows = sum(r.stop - r.start for r in want.source)
-    return split(want.source, numel // rows, numel // experts)
+    rest = want.shape[1:]
+    blocks = (Block(want.shape, (at, *(0,) * len(rest)), (1, *rest)) for at in range(experts))
+    found = (cut(want.source, numel // want.rows, block) for block in blocks)
+    parts = [part for part in found if part is not None]
+    return parts if len(parts) == experts else None

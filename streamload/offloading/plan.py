@@ -14,7 +14,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.chart import Shown
 from streamload.core.dtypes import DType
 from streamload.core.memory import available_system_nbytes, overhead_nbytes
-from streamload.core.tensors import first_byte
+from streamload.core.tensors import region_of
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.errors import CheckpointError, Fit, PlanInfeasibleError, StreamloadError, printed
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
@@ -616,7 +616,7 @@ class Problem:
                 return made
             (row,) = source
             info = self.checkpoint.tensors[row.tensor]
-            start = first_byte(info, row)
+            start = region_of(info, row).start
             if start % ALIGNMENT_NBYTES:
                 unaligned = unaligned or info.name
             if (start - info.start) % ALIGNMENT_NBYTES or info.nbytes % ALIGNMENT_NBYTES:

@@ -20,7 +20,7 @@ from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, map_shard, 
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.system import most_open_files, populate_shared, unmap_pages
-from streamload.core.tensors import TensorInfo, first_byte
+from streamload.core.tensors import TensorInfo, region_of
 from streamload.core.units import round_up
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import CheckpointError, OffloadError
@@ -399,7 +399,7 @@ class FileViews(Slots):
             for at in placements:
                 _, (row,), kind, *_ = plan.placements[at]
                 info = checkpoint.tensors[row.tensor]
-                memory, start = self._map(info.shard), first_byte(info, row)
+                memory, start = self._map(info.shard), region_of(info, row).start
                 plain.append(device.view(memory, start, kind.dst, kind.shape))
                 found.append((info.shard, start, start + kind.nbytes))
             self._views.append(([*map(weight_of, plain)], plain))

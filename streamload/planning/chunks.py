@@ -14,7 +14,7 @@ import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.location import Location
-from streamload.core.tensors import RowRange, first_byte
+from streamload.core.tensors import Region, RowRange, region_of
 from streamload.planning.moves import UNREAD, Kind, Moves
 from streamload.planning.plan import SLOT_ALIGNMENT, Plan
 
@@ -31,36 +31,19 @@ _Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class StridedRead:
-    """File bytes to read, a contiguous line or equidistant lines, and their place in a parameter.
+class StridedRead(Region):
+    """File bytes to read, and their place in a parameter.
 
     Attributes:
-        start: first file byte.
-        stop: last file byte of the last line, exclusive.
         offset: byte of the parameter at which the first row begins.
         rows: number of equal rows of a line, placed ``stride`` apart; 1 if the line stays whole.
+            Row ``i`` of a line is placed right after the previous line's.
         stride: bytes of the parameter from the beginning of a row to the next row's.
-        lines: number of lines. Row ``i`` of a line is placed right after the previous line's.
-        pitch: file bytes from the beginning of a line to the next line's.
     """
 
-    start: int
-    stop: int
-    offset: int
+    offset: int = 0
     rows: int = 1
     stride: int = 0
-    lines: int = 1
-    pitch: int = 0
-
-    @property
-    def line_nbytes(self) -> int:
-        """File bytes of one line, which are contiguous."""
-        return self.stop - self.start - (self.lines - 1) * self.pitch
-
-    @property
-    def nbytes(self) -> int:
-        """File bytes of all lines."""
-        return self.lines * self.line_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +119,8 @@ class SmallTensorBatch:
     def __getitem__(self, at: int) -> Chunk:
         place = range(len(self))[at]
         start, stop = self.bounds[place : place + 2].tolist()
-        run = StridedRead(start, stop, 0)
-        return Chunk(self.first + place, self.shard, 0, stop - start, (run,))
+        nbytes = stop - start
+        return Chunk(self.first + place, self.shard, 0, nbytes, (StridedRead(start, nbytes),))
 
 
 _Piece: TypeAlias = Chunk | SmallTensorBatch
@@ -157,16 +140,15 @@ def split(chunk: Chunk, placement: Kind, nbytes: int, start: int = 0) -> Iterato
     # where nothing is cast bytes are bytes, also of dtypes below one
     by_bytes = p.src is p.dst and unit == 1
     src, dst = (1, 1) if by_bytes else (p.src.nbytes(unit), p.placed_nbytes(unit))
-    if start <= run.start and max(run.stop - run.start, chunk.stop - chunk.start) <= nbytes:
+    if start <= run.start and max(run.line_nbytes, chunk.stop - chunk.start) <= nbytes:
         yield chunk  # it is small: there may be very many of these
         return
     step = max(nbytes // max(src, dst), 1)
     first = max(start - run.start, 0) // src
-    for at in range(first, -(-(run.stop - run.start) // src), step):  # the last may be short
+    for at in range(first, -(-run.line_nbytes // src), step):  # the last may be short
         begin, end = chunk.start + at * dst, min(chunk.start + (at + step) * dst, chunk.stop)
-        piece = StridedRead(
-            run.start + at * src, min(run.start + (at + step) * src, run.stop), begin
-        )
+        nbytes = min(step * src, run.line_nbytes - at * src)
+        piece = StridedRead(run.start + at * src, nbytes, offset=begin)
         yield Chunk(chunk.placement, chunk.shard, begin, end, (piece,))
 
 
@@ -345,7 +327,7 @@ def _extents(
         r = source[0]
         if len(source) > 1 or r.start or r.columns or r.stop != (info.shape or (1,))[0]:
             of_rows[index] = [
-                (part.start, part.stop, part.shard, index, part.offset, _ALONE)
+                (part.region.start, part.region.stop, part.shard, index, part.offset, _ALONE)
                 for part in _ranges(source, kind, checkpoint, shard_of)
             ] or [(0, 0, int(shards[index]), index, 0, _ALONE)]
     if of_rows:
@@ -365,11 +347,8 @@ class _Range(NamedTuple):
     shard: int  # index in `Checkpoint.shards`
     first: int  # index of the first row in the concatenation
     rows: int
-    start: int  # file byte of the first row
-    stop: int  # file byte at which the last row ends
     offset: int  # byte of the first row in the concatenation, as placed
-    first_byte: int  # byte of the first row in the concatenation, as stored
-    pitch: int  # file bytes from one row's beginning to the next one's
+    region: Region
 
 
 def _ranges(
@@ -378,19 +357,13 @@ def _ranges(
     """Yield the row ranges of a placement's source that have elements."""
     if not p.numel:
         return
-    per_row = p.row_numel
-    src_row = p.src.nbytes(per_row)
     row = 0
     for r in source:
         info = checkpoint.tensors[r.tensor]
         count = r.stop - r.start
         if count:
-            start = first_byte(info, r)
-            pitch = src_row if r.columns is None else p.src.nbytes(r.columns.width)
-            stop = start + (count - 1) * pitch + src_row
-            shard = shard_of[info.shard]
-            offset = p.placed_nbytes(row * per_row)
-            yield _Range(shard, row, count, start, stop, offset, row * src_row, pitch)
+            offset = p.placed_nbytes(row * p.row_numel)
+            yield _Range(shard_of[info.shard], row, count, offset, region_of(info, r))
         row += count
 
 
@@ -401,23 +374,23 @@ def _contiguous(
     nbytes = stop - start
     if p.src is not p.dst:
         nbytes = min(p.placed_nbytes(p.src.numel(nbytes)), p.nbytes - offset)
-    chunk = Chunk(index, shard, offset, offset + nbytes, (StridedRead(start, stop, offset),))
+    run = StridedRead(start, stop - start, offset=offset)
+    chunk = Chunk(index, shard, offset, offset + nbytes, (run,))
     yield from split(chunk, p, chunk_nbytes)
 
 
 def _strided(index: int, p: Kind, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:
     """Yield the chunks of some columns of rows: strided in the file, contiguous when placed."""
     dst_row = p.placed_nbytes(p.row_numel)
-    src_row = mine.stop - mine.start - (mine.rows - 1) * mine.pitch
+    src_row, pitch = mine.region.line_nbytes, mine.region.pitch
     step = chunk_nbytes // max(src_row, dst_row)
     for row in range(0, mine.rows, max(step, 1)):
-        start, to = mine.start + row * mine.pitch, mine.offset + row * dst_row
+        start, to = mine.region.start + row * pitch, mine.offset + row * dst_row
         if not step:
             yield from _contiguous(index, p, mine.shard, start, start + src_row, to, chunk_nbytes)
             continue
         lines = min(step, mine.rows - row)
-        stop = start + (lines - 1) * mine.pitch + src_row
-        run = StridedRead(start, stop, to, lines=lines, pitch=mine.pitch)
+        run = StridedRead(start, src_row, lines, pitch, to)
         yield Chunk(index, mine.shard, to, to + lines * dst_row, (run,))
 
 
@@ -436,7 +409,7 @@ def _transposed(
         for at in range(mine.rows):
             g, rest = divmod(mine.first + at, t.outer * t.inner)
             o, i = divmod(rest, t.inner)
-            start = mine.start + at * src_row
+            start = mine.region.start + at * src_row
             to = ((g * t.inner + i) * t.outer + o) * dst_row
             yield from _contiguous(index, p, mine.shard, start, start + src_row, to, chunk_nbytes)
         return
@@ -460,9 +433,8 @@ def _transposed(
                 to = (at * t.outer + o) * dst_row
                 row = (g * t.outer + o) * t.inner + i
                 for start, count in _locate(ranges, row, n, src_row):
-                    runs.append(
-                        StridedRead(start, start + count * src_row, to, count, t.outer * dst_row)
-                    )
+                    run = StridedRead(start, count * src_row, 1, 0, to, count, t.outer * dst_row)
+                    runs.append(run)
                     to += count * t.outer * dst_row
             at += n
         begins, ends = (at * t.outer * dst_row for at in (first, stop))
@@ -487,16 +459,16 @@ def _turned(
     pitch = p.src.nbytes(t.inner * row_numel)
 
     def lines(r: _Range) -> range:
-        first = r.first_byte // pitch
-        return range(first, first + (r.stop - r.start) // pitch)
+        first = r.first * p.src.nbytes(p.row_numel) // pitch
+        return range(first, first + r.region.nbytes // pitch)
 
     def run(r: _Range, begin: int, end: int, column: int, columns: int) -> StridedRead:
         """Return the read of some columns of lines ``begin`` to ``end`` of ``r``, in one group."""
         group, line = divmod(begin, t.outer)
-        start = r.start + (begin - lines(r).start) * pitch + p.src.nbytes(column * row_numel)
-        stop = start + (end - begin - 1) * pitch + p.src.nbytes(columns * row_numel)
+        first = r.region.start + (begin - lines(r).start) * pitch
+        start, nbytes = first + p.src.nbytes(column * row_numel), p.src.nbytes(columns * row_numel)
         to = ((group * t.inner + column) * t.outer + line) * dst
-        return StridedRead(start, stop, to, columns, t.outer * dst, end - begin, pitch)
+        return StridedRead(start, nbytes, end - begin, pitch, to, columns, t.outer * dst)
 
     own = lines(mine)
     for group in range(own.start // t.outer, -(-own.stop // t.outer)):
@@ -533,4 +505,4 @@ def _locate(
     for r in ranges:
         n = min(row + count, r.first + r.rows) - max(row, r.first)
         if n > 0:
-            yield r.start + (max(row, r.first) - r.first) * src_row, n
+            yield r.region.start + (max(row, r.first) - r.first) * src_row, n

@@ -26,7 +26,7 @@ from streamload.core.tensors import (
     RowRange,
     RowTranspose,
     TensorInfo,
-    byte_ranges,
+    region_of,
     whole,
 )
 from streamload.core.units import format_bytes
@@ -111,29 +111,6 @@ def _within(
         if first < last and not ((first + shift) % unit or (last + shift) % unit):
             yield RowRange(r.tensor, (first + shift) // unit, (last + shift) // unit, columns)
         at = end
-
-
-def split(
-    rows: Sequence[RowRange], row_numel: int, part_numel: int
-) -> list[tuple[RowRange, ...]] | None:
-    """Split rows of ``row_numel`` elements into parts of ``part_numel``; None if parts cut rows."""
-    count, rest = divmod(part_numel, row_numel)
-    if rest or any(r.columns is not None for r in rows):
-        return None
-    found: list[tuple[RowRange, ...]] = []
-    part: list[RowRange] = []
-    left = count
-    for r in rows:
-        start = r.start
-        while start < r.stop:
-            stop = min(start + left, r.stop)
-            part.append(RowRange(r.tensor, start, stop))
-            left -= stop - start
-            start = stop
-            if not left:
-                found.append(tuple(part))
-                part, left = [], count
-    return found
 
 
 Shapes = Literal["error", "skip"]
@@ -713,7 +690,7 @@ def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
     for r in source.rows:
         info = checkpoint.tensors[r.tensor]
         with open_shard(checkpoint.headers[info.shard]) as reader:
-            for start, stop in byte_ranges(info, r):
+            for start, stop in region_of(info, r).ranges():
                 while start < stop:
                     out = bytearray(min(_BLOCK_NBYTES - len(held), stop - start))
                     reader.read_into(start, memoryview(out))

@@ -24,7 +24,7 @@ from streamload.codecs.stored import check_cast, together
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
 from streamload.core.model_config import integer, language_part
-from streamload.core.tensors import TensorInfo, first_byte
+from streamload.core.tensors import TensorInfo, region_of
 from streamload.core.units import format_bytes, round_up
 from streamload.devices.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES
 from streamload.errors import ResidenceError, UnsupportedCastError
@@ -264,7 +264,7 @@ def _place(
     for at, source in enumerate(sources) if not whole else ():
         if len(source) > 1 or source[0].start or source[0].columns:
             parts = [(checkpoint.tensors[r.tensor], r) for r in source]
-            places[at] = min((number_of[part.shard], first_byte(part, r)) for part, r in parts)
+            places[at] = min((number_of[part.shard], region_of(part, r).start) for part, r in parts)
     return moves.chosen(sorted(range(len(moves)), key=places.__getitem__))  # stable
 
 
@@ -327,7 +327,7 @@ def _is_mapped(
 ) -> bool:
     """Return whether a request becomes a view on its file; ResidenceError if "mapped" fails."""
     row, *others = want.source
-    start = first_byte(info, row)
+    start = region_of(info, row).start
     why = ""
     if not spec.info.maps:
         why = f"{spec.name} does not compute on mapped files"

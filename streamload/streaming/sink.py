@@ -15,7 +15,7 @@ from streamload.checkpoint.shards import map_shard
 from streamload.core.location import Location
 from streamload.core.memory import Ledger
 from streamload.core.pagemap import reusable_nbytes
-from streamload.core.tensors import first_byte
+from streamload.core.tensors import region_of
 from streamload.devices.allocators import TRIM_NBYTES
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
@@ -91,7 +91,7 @@ class ModelTarget(Sink):
                 maps[info.shard] = map_shard(checkpoint.headers[info.shard])
             if kind.action == "replace":
                 self._release(index)
-            place = maps[info.shard], first_byte(info, row)
+            place = maps[info.shard], region_of(info, row).start
             self._buffers[index] = self._devices[kind.device].view(*place, kind.dst, kind.shape)
             self.finish([index])
 

@@ -575,12 +575,11 @@ def file_ranges(unit: WorkItem) -> Iterator[tuple[int, int]]:
     start = stop = -1
     for chunk in unit:
         for run in chunk.runs:
-            for line in range(run.lines):
-                begin = run.start + line * run.pitch
+            for begin, end in run.ranges():
                 if begin != stop:
                     if stop > start:
                         yield start, stop
                     start = begin
-                stop = begin + run.line_nbytes
+                stop = end
     if stop > start:
         yield start, stop

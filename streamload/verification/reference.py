@@ -21,7 +21,7 @@ from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.decode import Decoders
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
-from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, byte_ranges, whole
+from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, region_of, whole
 from streamload.errors import OutOfRangeError
 from streamload.planning.quant_policy import coded
 
@@ -145,7 +145,7 @@ class Expected:
                 yield info, 0, nbytes
                 continue
             values = TensorInfo(info.name, dtype, info.shape, info.shard, 0, nbytes)
-            yield from ((info, *each) for each in byte_ranges(values, rows))
+            yield from ((info, *each) for each in region_of(values, rows).ranges())
 
     def _blocks(self, most: int) -> Iterator[tuple[list[_Piece], _Lengths | None]]:
         """Yield the byte ranges of blocks of at most ``most`` bytes, and axes to swap or None."""

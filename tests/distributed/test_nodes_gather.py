@@ -15,12 +15,11 @@ from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
-from streamload.core.tensors import RowRange
+from streamload.core.tensors import Region, RowRange
 from streamload.distributed.gather import (
     BLOCK_NBYTES,
     BLOCKS,
     CollectiveReader,
-    Lines,
     Ranges,
     held_nbytes,
     shared_ranges,
@@ -60,10 +59,10 @@ def gatherer(
     return CollectiveReader(group, checkpoint, shared, own, kinds, BLOCK)
 
 
-def lines_of(ranges: Mapping[Any, Ranges]) -> dict[Any, list[Lines]]:
+def lines_of(ranges: Mapping[Any, Ranges]) -> dict[Any, list[Region]]:
     """The same bytes, of which a rank needs all."""
     return {
-        shard: [Lines(start, stop - start) for start, stop in each]
+        shard: [Region(start, stop - start) for start, stop in each]
         for shard, each in ranges.items()
     }
 
@@ -190,7 +189,7 @@ def test_bytes_of_lines() -> None:
     chance = random.Random(1)
     for _ in range(200):
         nbytes, lines = chance.randrange(1, 9), chance.randrange(1, 9)
-        one = Lines(chance.randrange(20), nbytes, lines, nbytes + chance.randrange(9))
+        one = Region(chance.randrange(20), nbytes, lines, nbytes + chance.randrange(9))
         taken = {one.start + line * one.pitch + at for line in range(lines) for at in range(nbytes)}
         for at in range(200):
             assert one.before(at) == sum(each < at for each in taken), (one, at)

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import streamload
 from streamload.core.dtypes import BY_NAME
-from streamload.core.tensors import Block, Columns, RowRange, TensorInfo, byte_ranges, first_byte
+from streamload.core.tensors import Block, Columns, RowRange, TensorInfo, region_of
 from streamload.errors import PlanInfeasibleError
 from streamload.planning.match import cut
 from streamload.planning.plan import Plan
@@ -85,10 +85,10 @@ def test_where_rows_lie_in_the_file(shape: tuple[int, ...]) -> None:
     if shape == (5, 2, 3):
         rows += [RowRange("a", 1, 4, Columns(2, 5, 6)), RowRange("a", 1, 9, Columns(0, 1, 3))]
     for r in rows:
-        found = [data[start:stop] for start, stop in byte_ranges(info, r)]
+        found = [data[start:stop] for start, stop in region_of(info, r).ranges()]
         taken = [] if not array.size else elements((r,), {"a": array.reshape(array.shape or (1,))})
         assert b"".join(found) == np.array(taken, np.uint16).tobytes(), r
-        assert next(byte_ranges(info, r))[0] == first_byte(info, r)
+        assert region_of(info, r).nbytes == len(taken) * 2
 
 
 READERS = ("mmap", "pread", "direct")

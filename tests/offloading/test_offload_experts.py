@@ -22,7 +22,6 @@ from streamload.core.dtypes import BF16
 from streamload.core.tensors import RowRange
 from streamload.core.units import format_bytes
 from streamload.errors import CheckpointError, FileChangedError, OffloadError, PlanInfeasibleError
-from streamload.planning.match import split
 
 torch = needs.module("torch")
 safetensors = needs.module("safetensors.torch")
@@ -30,10 +29,12 @@ transformers = needs.module("transformers")
 
 from streamload.checkpoint.open import open_checkpoint  # noqa: E402
 from streamload.devices.torch.device import CPUDevice  # noqa: E402
+from streamload.offloading.layers import rows_of_experts  # noqa: E402
 from streamload.offloading.offload import plan_offload  # noqa: E402
 from streamload.offloading.prefetch import Rounds  # noqa: E402
 from streamload.offloading.slots import ExpertCache, FileViews  # noqa: E402
 from streamload.offloading.torch_experts import number_of_experts, sums_of  # noqa: E402
+from streamload.planning.moves import TensorRequest  # noqa: E402
 from streamload.planning.sources import Source  # noqa: E402
 from streamload.transformers.names import Names  # noqa: E402
 
@@ -662,12 +663,12 @@ def test_more_experts_than_slots() -> None:
 
 def test_split_rows() -> None:
     """Equal parts of rows of several tensors, and parts that cut a row."""
-    rows = [RowRange("a", 0, 4), RowRange("b", 2, 4)]
-    assert split(rows, 8, 24) == [
+    want = TensorRequest("w", (2, 3, 8), (RowRange("a", 0, 4), RowRange("b", 2, 4)))
+    assert rows_of_experts(want, 2) == [
         (RowRange("a", 0, 3),),
         (RowRange("a", 3, 4), RowRange("b", 2, 4)),
     ]
-    assert split(rows, 8, 12) is None
+    assert rows_of_experts(want._replace(shape=(4, 12)), 4) is None
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.1], ids=["skewed", "drifting"])

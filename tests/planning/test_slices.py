@@ -17,7 +17,7 @@ import pytest
 import streamload
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.dtypes import BY_CODE
-from streamload.core.tensors import TensorInfo, byte_ranges
+from streamload.core.tensors import TensorInfo, region_of
 from streamload.distributed.tensor_split import styles_of
 from streamload.files.header import Header
 from streamload.planning.partition import Node
@@ -178,7 +178,7 @@ def check_coverage(plan: ClusterPlan, checkpoint: Checkpoint, mesh: Mesh, head: 
             slices, read = plan.slices(share), 0
             for name, source in plan.sources(share, checkpoint).items():
                 for row in source.rows:
-                    for start, stop in byte_ranges(checkpoint.tensors[row.tensor], row):
+                    for start, stop in region_of(checkpoint.tensors[row.tensor], row).ranges():
                         base = checkpoint.tensors[row.tensor].start
                         seen[row.tensor][start - base : stop - base] += 1
                         read += stop - start

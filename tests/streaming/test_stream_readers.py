@@ -323,9 +323,7 @@ def test_what_a_failed_load_brought_in_is_dropped_too(disk: Path) -> None:
 
 def test_ranges_of_a_unit() -> None:
     """Neighbours are one range, however many: a unit of small tensors is told of once."""
-    chunks = tuple(
-        Chunk(i, 0, 0, 10, (StridedRead(100 + 10 * i, 110 + 10 * i, 0),)) for i in range(256)
-    )
+    chunks = tuple(Chunk(i, 0, 0, 10, (StridedRead(100 + 10 * i, 10),)) for i in range(256))
     assert list(file_ranges(chunks)) == [(100, 2660)]
     gap = (chunks[0], Chunk(1, 0, 0, 0, ()), chunks[2], chunks[3])
     assert list(file_ranges(gap)) == [(100, 110), (120, 140)]
