@@ -244,8 +244,7 @@ class Coding:
         return self.device_parts is not None and len(self.device_parts) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class RowTranspose:
+class RowTranspose(NamedTuple):
     """A row permutation: rows seen as (groups, outer, inner), with the last two axes swapped.
 
     Output row (g, i, o) is input row (g, o, i). Query and key rows of Hugging Face Llamas are
@@ -265,3 +264,8 @@ class RowTranspose:
     def rows(self) -> int:
         """Number of permuted rows: groups times outer times inner."""
         return self.groups * self.outer * self.inner
+
+    @property
+    def inverse(self) -> RowTranspose:
+        """The permutation that brings the rows back into their order."""
+        return RowTranspose(self.groups, self.inner, self.outer)

@@ -22,7 +22,7 @@ from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import BY_CODE
 from streamload.core.location import Location, Url
-from streamload.core.tensors import TensorInfo
+from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.folder import Folder, folder_at
 from streamload.files.header import (
@@ -199,7 +199,10 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         state,
         shard.get("format", SAFETENSORS),
         stored={name: Stored(*_tuples(one)) for name, one in shard.get("stored", {}).items()},
-        turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
+        turns={
+            name: Turn(order and RowTranspose(*order), None if shape is None else tuple(shape))
+            for name, (order, shape) in shard.get("turns", {}).items()
+        },
         versions=shard.get("versions", {}),
         views=tuple(
             View(start, itemsize, tuple(shape), tuple(Chunk(*_tuples(c)) for c in chunks), shift)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 from streamload.core.bounded_json import check_nesting
 from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits
-from streamload.core.tensors import TensorInfo
+from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.errors import (
     CheckpointError,
     FileChangedError,
@@ -102,16 +102,10 @@ def _time(ns: int) -> str:
 
 
 class Turn(NamedTuple):
-    """The permutation that brings a tensor's rows in the file into the order of the model.
+    """What brings a tensor of the file to that of the model: a permutation, or another shape."""
 
-    Reshape the rows to (groups, outer, inner) and swap the last two axes, as a
-    `streamload.core.tensors.RowTranspose` does. ``shape`` is the model's if the file's differs.
-    """
-
-    groups: int
-    outer: int
-    inner: int
-    shape: tuple[int, ...] | None = None
+    transpose: RowTranspose | None
+    shape: tuple[int, ...] | None = None  # the model's if the file's differs
 
 
 class Chunk(NamedTuple):

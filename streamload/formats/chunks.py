@@ -39,19 +39,12 @@ _CORNER_NBYTES = 256
 _LONG_NBYTES = 2**22  # free memory is checked before more corners are listed
 
 
-class Piece(NamedTuple):
-    """A chunk of a tensor and its file; ``chunk.at`` counts from the start of the file."""
-
-    path: Location
-    chunk: Chunk
-
-
 class Chunked(NamedTuple):
-    """A tensor of which several files have chunks."""
+    """A tensor of which several files have chunks; ``at`` of each counts in its own file."""
 
     dtype: DType
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[tuple[Location, Chunk]]
 
 
 def joined(
@@ -70,8 +63,8 @@ def joined(
     infos, views = [], []
     for name, (dtype, shape, pieces) in tensors.items():
         check_name(name, own.path)
-        pieces = [piece for piece in pieces if math.prod(piece.chunk.shape)]
-        _check_cover(own.path, name, shape, [piece.chunk for piece in pieces])
+        pieces = [(path, chunk) for path, chunk in pieces if math.prod(chunk.shape)]
+        _check_cover(own.path, name, shape, [chunk for _, chunk in pieces])
         start, stop = after, after + dtype.itemsize * math.prod(shape)
         infos.append(TensorInfo(name, dtype, shape, own.path, start, stop))
         if pieces:
@@ -113,9 +106,9 @@ def joined_shards(headers: Sequence[Header]) -> Sequence[Header]:
             ends = (max(n, a + b) for n, a, b in zip(known.shape, origin, info.shape, strict=True))
             strides = (info.dtype.itemsize * math.prod(info.shape[a + 1 :]) for a in range(axes))
             chunk = Chunk(tuple(origin), info.shape, info.start, tuple(strides))
-            known.pieces.append(Piece(header.path, chunk))
+            known.pieces.append((header.path, chunk))
             tensors[info.name] = known._replace(shape=tuple(ends))
-    if all(len(c.pieces) == 1 and c.shape == c.pieces[0].chunk.shape for c in tensors.values()):
+    if all(len(c.pieces) == 1 and c.shape == c.pieces[0][1].shape for c in tensors.values()):
         return headers
     own, *parts = (header.files[0] for header in headers)
     return [joined(own, parts, tensors, {"format": "pt"})]

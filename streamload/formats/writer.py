@@ -101,14 +101,14 @@ class Joined:
 
         Raises ValueError: they have another permutation already.
         """
-        turn, undone = RowTranspose(groups, outer, inner), RowTranspose(groups, inner, outer)
+        turn = RowTranspose(groups, outer, inner)
         if outer == 1 or inner == 1:
             return self
-        if self.turn == undone:
+        if self.turn == turn.inverse:
             return replace(self, turn=None)
         if self.turn is not None:
             raise ValueError(f"a tensor is turned twice, by {self.turn} and {turn}")
-        if len(self.pieces) == 1 and self.pieces[0].turn == undone:
+        if len(self.pieces) == 1 and self.pieces[0].turn == turn.inverse:
             return Joined((replace(self.pieces[0], turn=None),))
         return replace(self, turn=turn)
 

@@ -38,7 +38,7 @@ from streamload.core.system import callers_level
 from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.folder import Folder, fingerprint, folder_at, locate
-from streamload.files.header import Header, Turn, check_object, describe, parse_json_object
+from streamload.files.header import Header, check_object, describe, parse_json_object
 from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES, Architecture
 from streamload.planning.sources import HEADS, is_conv1d, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
@@ -100,7 +100,7 @@ def translated(adapter: Checkpoint, base: Checkpoint) -> Translated:
     return Translated(tensors, {"peft_type": "LORA", "lora_alpha": alpha}, orders)
 
 
-def undone(order: RowTranspose | Turn) -> np.ndarray[Any, Any]:
+def undone(order: RowTranspose) -> np.ndarray[Any, Any]:
     """Return the index of each row of a permutation's input in its output."""
     rows = np.arange(order.groups * order.outer * order.inner)
     return rows.reshape(order.groups, order.inner, order.outer).swapaxes(1, 2).ravel()
@@ -468,11 +468,11 @@ class _Reader:
     def _rows_of(self, target: TensorInfo) -> Any:
         """Return the index of each of the base's rows, in its file's order, in that of models."""
         turn = self._checkpoint.turns.get(target.name)
-        if turn is None:
+        if turn is None or turn.transpose is None:
             return slice(None)
         from streamload.loading.lora import undone
 
-        return undone(turn)
+        return undone(turn.transpose)
 
     def _change(self, target: TensorInfo, change: Change) -> None:
         self._to.by_tensor.setdefault(target.name, []).append(change)

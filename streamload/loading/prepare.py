@@ -545,13 +545,13 @@ class Decision:
 
 def _check_changes(made: Plan) -> None:
     """Raise ValueError for a parameter that ``transform=`` or ``adapters=`` cannot change."""
-    for name, rows, kind, *_ in made.placements:
+    for name, _, kind, *_ in made.placements:
         if kind.changes and kind.src.is_packed:
             raise ValueError(
                 f"{name}: its values cannot change on the way (transform, adapters) where it is "
                 f'dequantised, from {kind.src}: convert it first, with dtype="{kind.dst}"'
             )
-        if kind.changes and (kind.turned or rows[0].columns is not None):
+        if kind.changes and kind.order in ("columns", "lines"):
             raise ValueError(
                 f"{name}: its values cannot change on the way (transform, adapters) where its "
                 "matrix is transposed or sharded by columns: functions get whole rows of the "

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import merge
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -223,19 +223,20 @@ class Cut:
         firsts = np.append(0, np.flatnonzero(~follows) + 1)  # of what may be packed, or is alone
         ends = np.append(firsts[1:], len(starts))
         taken = np.cumsum(-(-sizes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
-        # several where tensors are read twice
-        reached: list[_Reached] = []
+        # by number; several where tensors are read twice, or in turn
+        group: dict[int, Iterator[_Piece]] = {}
+        reached = (-1, 0)
         for at in np.lexsort((starts[firsts], shards[firsts])).tolist():
-            first = int(firsts[at])
-            place = int(shards[first]), int(starts[first])
-            while reached and reached[0][0] < place:
-                yield _next(reached)
+            first, end = int(firsts[at]), int(ends[at])
+            shard = int(shards[first])
+            if (shard, int(starts[first])) >= reached:
+                yield from _merged(group)
+            reached = max(reached, (shard, int(stops[end - 1])))
             if alone[first]:
-                _push(reached, at, self._pieces(first, largest))
+                group[at] = self._pieces(first, largest)
             else:
-                _push(reached, at, self._packs(first, int(ends[at]), taken, pack_nbytes, most))
-        while reached:
-            yield _next(reached)
+                group[at] = self._packs(first, end, taken, pack_nbytes, most)
+        yield from _merged(group)
 
     def _packs(
         self,
@@ -261,21 +262,19 @@ class Cut:
             first = stop
 
     def _pieces(self, at: int, largest: Callable[[Kind], int]) -> Iterator[Chunk]:
-        """Yield the chunks of one byte range of a file, in order; ``at``: index of the range."""
+        """Return the chunks of one byte range of a file, in order; ``at``: index of the range."""
         start, stop, shard, index, offset = (int(column[at]) for column in self._extents[:5])
         _, source, p, *_ = self._plan.placements[index]
         if start == stop:
-            yield Chunk(index, shard, 0, 0, ())
-        elif not p.strided and (p.transpose is None or p.turned_there):
-            yield from _contiguous(index, p, shard, start, stop, offset, largest(p))
-        else:
-            ranges = list(_ranges(source, p, self._checkpoint, self._shard_of))
-            mine = next(r for r in ranges if r.offset == offset)
-            if p.strided:
-                yield from _strided(index, p, mine, largest(p))
-                return
-            cut = _turned if p.turned else _transposed
-            yield from cut(index, p, ranges, mine, largest(p))
+            return iter([Chunk(index, shard, 0, 0, ())])
+        if p.order in ("file", "device"):
+            return _contiguous(index, p, shard, start, stop, offset, largest(p))
+        ranges = list(_ranges(source, p, self._checkpoint, self._shard_of))
+        mine = next(r for r in ranges if r.offset == offset)
+        if p.order == "lines":
+            return _strided(index, p, mine, largest(p))
+        cut = _turned if p.order == "columns" else _transposed
+        return cut(index, p, ranges, mine, largest(p))
 
 
 def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
@@ -286,24 +285,16 @@ def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
         yield piece
 
 
-#: Entry of a heap: (shard, file byte) of a piece, a number to break ties, the piece, those after.
-_Reached: TypeAlias = tuple[tuple[int, int], int, _Piece, Iterator[_Piece]]
+def _merged(group: dict[int, Iterator[_Piece]]) -> Iterator[_Piece]:
+    """Empty a group; return its pieces by their place in the files, then by number."""
+    if len(group) == 1:
+        return group.popitem()[1]
+    return merge(*map(group.pop, sorted(group)), key=_place)
 
 
-def _push(reached: list[_Reached], at: int, pieces: Iterator[_Piece]) -> None:
-    """Put the next of ``pieces``, if any, into a heap by its place in the files, then by ``at``."""
-    for piece in pieces:
-        first = piece if isinstance(piece, SmallTensorBatch) else next(iter(piece.runs), None)
-        start = first.start if first is not None else 0
-        heappush(reached, ((piece.shard, start), at, piece, pieces))
-        break
-
-
-def _next(reached: list[_Reached]) -> _Piece:
-    """Remove and return the first piece of the heap; add the next piece of its iterator."""
-    _, at, piece, pieces = heappop(reached)
-    _push(reached, at, pieces)
-    return piece
+def _place(piece: _Piece) -> tuple[int, int]:
+    first = piece if isinstance(piece, SmallTensorBatch) else next(iter(piece.runs), None)
+    return piece.shard, first.start if first is not None else 0
 
 
 def _extents(
@@ -370,13 +361,13 @@ def _ranges(
 def _contiguous(
     index: int, p: Kind, shard: int, start: int, stop: int, offset: int, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    """Yield the chunks of file bytes that become parameter bytes from ``offset`` on, in order."""
+    """Return the chunks of file bytes that become parameter bytes from ``offset`` on, in order."""
     nbytes = stop - start
     if p.src is not p.dst:
         nbytes = min(p.placed_nbytes(p.src.numel(nbytes)), p.nbytes - offset)
-    run = StridedRead(start, stop - start, offset=offset)
+    run = StridedRead(start, stop - start, 1, 0, offset)
     chunk = Chunk(index, shard, offset, offset + nbytes, (run,))
-    yield from split(chunk, p, chunk_nbytes)
+    return split(chunk, p, chunk_nbytes)
 
 
 def _strided(index: int, p: Kind, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:

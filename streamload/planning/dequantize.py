@@ -16,7 +16,7 @@ from streamload.codecs.stored import OWN_METHOD, read_states, unknown_codes
 from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import F64, PACKED
 from streamload.core.location import Location
-from streamload.core.tensors import TensorInfo
+from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.files.header import Turn
@@ -189,7 +189,8 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
                     info.shape[1],
                     tensor=info.name,
                 )
-            turns.setdefault(info.shard, {})[info.name] = Turn(1, *info.shape, info.shape[::-1])
+            order = RowTranspose(1, *info.shape)
+            turns.setdefault(info.shard, {})[info.name] = Turn(order, info.shape[::-1])
     if not turns:
         return checkpoint
     shards = tuple(

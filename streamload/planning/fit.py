@@ -281,7 +281,7 @@ class DeviceShare:
     def host_moves(self) -> bool:
         """Whether the host casts or reorders bytes, so that no file is read right to its place."""
         return any(
-            p.cast in HOST_CASTS or (p.transpose and not p.turned_there)
+            p.cast in HOST_CASTS or p.order in ("rows", "columns")
             for p, _ in self.placements.counted
         )
 
@@ -295,7 +295,7 @@ class DeviceShare:
     def row_nbytes(self) -> int:
         """Most bytes, as read or placed, of a row, column or quantized block that no chunk cuts."""
         kinds = [p for p, _ in self.placements.counted]
-        turned = (p for p in kinds if p.src.is_packed and p.turned)
+        turned = (p for p in kinds if p.src.is_packed and p.order == "columns")
         rows = [
             *(p.row_numel * _widest(p) for p in kinds if p.changes),
             *(p.src.nbytes(p.unit_numel) for p in kinds if p.coding and not p.coding.part),
@@ -314,7 +314,7 @@ class DeviceShare:
     def gathers(self) -> bool:
         """Whether pieces of rows are joined in a buffer, which takes memory, to (de)quantize."""
         return any(
-            p.turned or p.strided
+            p.order in ("columns", "lines")
             if p.coding and not p.coding.part
             else p.strided and p.scales_nbytes
             for p, _ in self.placements.counted
@@ -530,7 +530,7 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
     on_host = [at for at in used if shares[at].spec.info.in_process]
     if on_host and host_moves and not own and not any(scratch[at] for at in on_host):
         own = least_read_nbytes(plan.placements)
-    if any(p.turned for p, _ in plan.placements.counted):
+    if any(p.order == "columns" for p, _ in plan.placements.counted):
         own += workers * 2 * plan.turn_nbytes
     changed = max((share.changed_nbytes for share in shares), default=0)
     own += plan.change_nbytes + workers * (changed + plan.change_thread_nbytes)

@@ -114,7 +114,7 @@ class Kind:
             own = self.src.unit if self.src.is_packed else 1
             return self.row_numel if self.cast == "rows" else own
         unit = self.coding.unit_numel
-        if self.transpose is not None and self.turned:  # whole columns of the file
+        if self.order == "columns":  # whole columns of the file
             return math.lcm(unit, self.column_numel)
         return math.lcm(unit, self.row_numel) if self.coding.of_rows else unit
 
@@ -165,17 +165,19 @@ class Kind:
         return min(max(fitting, self.row_numel), self.numel)
 
     @property
-    def turned_there(self) -> bool:
-        """Whether the device transposes the weight while dequantizing it, instead of the host."""
-        return self.cast == "device" and self.src.is_packed and self.transpose is not None
+    def order(self) -> Literal["file", "lines", "rows", "columns", "device"]:
+        """How elements are reordered on the way.
 
-    @property
-    def turned(self) -> bool:
-        """Whether the host transposes parts of rows, as for a matrix, and not only whole rows."""
+        "file": not at all; "lines": some columns of all rows are joined; "rows": the host permutes
+        whole rows; "columns": it transposes parts of rows, as of a matrix; "device": the device
+        transposes while it dequantizes.
+        """
+        if self.transpose is None:
+            return "lines" if self.strided else "file"
+        if self.cast == "device" and self.src.is_packed:
+            return "device"
         shape = self.shape if self.coding is None else self.coding.shape
-        if self.transpose is None or self.turned_there:
-            return False
-        return self.transpose.rows != (shape or (1,))[0]
+        return "rows" if self.transpose.rows == (shape or (1,))[0] else "columns"
 
 
 class Move(NamedTuple):

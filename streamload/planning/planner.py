@@ -223,8 +223,8 @@ def _place(
     facts: Iterable[_Facts | None] = repeat(None)
     plain = request.residence == "memory" and not (request.changed or checkpoint.stored)
     if not plain or wants.any_packed or any(map(attrgetter("coding"), wants)):
-        each = zip(wants, infos, dsts, where, shards, strict=True)
-        facts = [_facts(request, w, i, dst, specs[name], n) for w, i, dst, name, n in each]
+        items = rows_of(_Item, wants, infos, dsts, map(specs.__getitem__, where), shards)
+        facts = [_facts(request, item) for item in items]
     # in C where all are whole tensors: a load may have very many
     sources = list(map(attrgetter("source"), wants))
     firsts = [source[0] for source in sources]
@@ -242,9 +242,10 @@ def _place(
     for at, key in enumerate(keys):
         same = kinds.get(key)
         if same is None:
-            want, src, dst, spec = wants[at], wants.srcs[at], dsts[at], specs[where[at]]
-            same = kinds[key] = _kind(request, want, src, dst, spec, key[-1] or _PLAIN, notes)
-            is_cast = want.coding is None and src is not dst
+            dst, spec, src = dsts[at], specs[where[at]], wants.srcs[at]
+            item = _Item(wants[at], infos[at], dst, spec, shards[at])
+            same = kinds[key] = _kind(request, item, key[-1] or _PLAIN, notes)
+            is_cast = item.want.coding is None and src is not dst
             small = src.bits <= 8 or not supported(src, dst)  # the small have scales
             if dst.name in spec.info.unsupported or dst.is_packed or (is_cast and small):
                 doubtful.add(id(same[0]))
@@ -268,6 +269,16 @@ def _place(
     return moves.chosen(sorted(range(len(moves)), key=places.__getitem__))  # stable
 
 
+class _Item(NamedTuple):
+    """A request, the first tensor that fills it, its dtype and device, and the shard's number."""
+
+    want: TensorRequest
+    info: TensorInfo
+    dst: DType
+    spec: DeviceSpec
+    shard: int
+
+
 class _Facts(NamedTuple):
     """What is decided of a request besides its dtype; see `Kind`."""
 
@@ -281,16 +292,8 @@ class _Facts(NamedTuple):
 _PLAIN = _Facts(False, False, "", 0, 0)
 
 
-def _facts(
-    request: PlanRequest,
-    want: TensorRequest,
-    info: TensorInfo,
-    dst: DType,
-    spec: DeviceSpec,
-    shard: int,
-) -> _Facts:
-    """Return the facts of one request, whose first tensor is in this shard, given by number."""
-    checkpoint, coding = request.checkpoint, want.coding
+def _facts(request: PlanRequest, item: _Item) -> _Facts:
+    checkpoint, want, info, coding = request.checkpoint, item.want, item.info, item.want.coding
     changed = any(r.tensor in request.changed for r in want.source)
     stored = checkpoint.stored.get(info.name)  # blocks that are no floats of this load
     scales = there = 0
@@ -306,28 +309,16 @@ def _facts(
         by_element = t is None or (t.rows == math.prod(want.shape) and not rows.start)
         if by_element and not more and rows.columns is None and info.numel <= MOST_NUMEL:
             there = there_nbytes(info.group)
-    return _Facts(
-        request.residence != "memory"
-        and _is_mapped(request, want, info, dst, spec, shard, changed),
-        changed,
-        stored.kind if stored is not None and not info.dtype.is_packed else "",
-        scales,
-        there,
-    )
+    mapped = request.residence != "memory" and _is_mapped(request, item, changed)
+    kind = stored.kind if stored is not None and not info.dtype.is_packed else ""
+    return _Facts(mapped, changed, kind, scales, there)
 
 
-def _is_mapped(
-    request: PlanRequest,
-    want: TensorRequest,
-    info: TensorInfo,
-    dst: DType,
-    spec: DeviceSpec,
-    shard: int,
-    changed: bool,
-) -> bool:
+def _is_mapped(request: PlanRequest, item: _Item, changed: bool) -> bool:
     """Return whether a request becomes a view on its file; ResidenceError if "mapped" fails."""
+    want, info, dst, spec, shard = item
     row, *others = want.source
-    start = region_of(info, row).start
+    start = region_of(info, row).start if row.start else info.start
     why = ""
     if not spec.info.maps:
         why = f"{spec.name} does not compute on mapped files"
@@ -354,19 +345,14 @@ def _is_mapped(
 
 
 def _kind(
-    request: PlanRequest,
-    want: TensorRequest,
-    src: DType,
-    dst: DType,
-    spec: DeviceSpec,
-    facts: _Facts,
-    notes: dict[str, None],
+    request: PlanRequest, item: _Item, facts: _Facts, notes: dict[str, None]
 ) -> tuple[Kind, int, int]:
-    """Return the kind of moves for requests like ``want``; appends to ``notes``.
+    """Return the kind of moves for requests like ``item``; appends to ``notes``.
 
     Also returns the bytes that each takes of the device alone, and those it can take over.
     """
-    coding, mapped = want.coding, facts.mapped
+    want, info, dst, spec, _ = item
+    src, coding, mapped = info.dtype, want.coding, facts.mapped
     if coding is not None:
         on_device = spec.casts and coding.device_parts is not None
         cast = "part" if coding.part else "device" if on_device else "quant"

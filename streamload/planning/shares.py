@@ -354,8 +354,7 @@ class ClusterPlan(Shown):
             [
                 *(p.name, p.kind.shape, p.kind.src.name, p.kind.dst.name),
                 [[r.tensor, r.start, r.stop] for r in p.source],
-                p.kind.transpose
-                and [p.kind.transpose.groups, p.kind.transpose.outer, p.kind.transpose.inner],
+                p.kind.transpose,
             ]
             for p in self.placements.values()
         ]

@@ -500,10 +500,9 @@ def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
         for info in packed
         if info.group.is_transposed
     }
-    for name, (groups, outer, inner, shape) in checkpoint.turns.items():
+    for name, (transpose, shape) in checkpoint.turns.items():
         info = checkpoint.tensors.get(name)
         if info is not None and not (shape is not None and _is_blocks(checkpoint, info)):
-            transpose = RowTranspose(groups, outer, inner) if inner > 1 < outer else None
             turned[name] = Source(whole(info), transpose, shape)
     return turned
 
@@ -626,8 +625,7 @@ def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Sour
         return source
     if source.rows == stored.rows and then is None:
         return replace(source, transpose=t, shape=source.shape or stored.shape)
-    undone = t is None or then == RowTranspose(t.groups, t.inner, t.outer)
-    if source.rows == stored.rows and undone:
+    if source.rows == stored.rows and (t is None or then == t.inverse):
         return replace(source, transpose=then if t is None else None)
     raise CheckpointError(
         checkpoint.path,

@@ -169,7 +169,7 @@ def copy_of(
         numel = p.src.numel(offset)
         first = chunk.start // p.dst.itemsize if p.coding is None else p.numel_at(chunk.start)
         first += numel
-        address += -chunk.start if p.turned_there else p.placed_nbytes(numel)
+        address += -chunk.start if p.order == "device" else p.placed_nbytes(numel)
         auxiliary = job.auxiliary_address(chunk.placement)
         return casts.copy(chunk.placement, Copy(at, nbytes, address), scratch, auxiliary, first)
     return Copy(at, nbytes, address + offset)

@@ -199,7 +199,7 @@ class DeviceCasts:
         info = self._info(p)
         if info is None:
             return p.kind.src, p.kind.dst, p.kind.coding
-        return layout_of(info).values(info.group), p.kind.dst, p.kind.turned_there
+        return layout_of(info).values(info.group), p.kind.dst, p.kind.order == "device"
 
 
 class _Ring:
@@ -239,7 +239,7 @@ class _Ring:
 def _kernel(bulk: BulkCopier, p: Kind, info: Packed | None, *, clamp: bool) -> int:
     if info is not None:
         values = layout_of(info).values(info.group)
-        text = dequant_ptx.dequant_ptx(values, p.dst, clamp=clamp, turned=p.turned_there)
+        text = dequant_ptx.dequant_ptx(values, p.dst, clamp=clamp, turned=p.order == "device")
         return bulk.function(text, dequant_ptx.SYMBOL)
     if p.coding is not None:
         return bulk.function(ptx.quant_ptx(coded(p.coding, p.src), p.src), ptx.SYMBOL)

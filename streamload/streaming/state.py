@@ -334,7 +334,7 @@ class Job:
         The device may cast them there.
         """
         as_they_are = p.cast == "copy" or (p.cast == "device" and p.device in self.casting)
-        in_order = (p.transpose is None or p.turned_there) and not p.strided
+        in_order = p.order in ("file", "device")
         return as_they_are and in_order and self.devices[p.device].bulk is not None
 
     def unit_nbytes(self, p: Kind) -> int:

@@ -545,7 +545,7 @@ class Worker:
             out[:] = self._job.values[chunk.placement][chunk.start : chunk.stop]
             return NO_COUNTS
         step, refills = step_of(self._job, chunk, p), self._job.transfer.refill_nbytes
-        if p.turned and isinstance(step, Encoding):
+        if p.order == "columns" and isinstance(step, Encoding):
             self._encode_turned(reader, chunk, p, step, out)
             return step.counts
         for run in chunk.runs:
@@ -557,7 +557,7 @@ class Worker:
             if p.cast == "device":  # the same elements, before their cast
                 offset = p.src.nbytes(offset // p.dst.itemsize)
                 stride = p.src.nbytes(stride // p.dst.itemsize)
-            if p.turned and run.rows * run.lines > 1:
+            if p.order == "columns" and run.rows * run.lines > 1:
                 unit = p.least_columns if p.src.is_packed else 1
                 rows = rows_of(run, out, offset, stride, width)
                 self._transposer.place(reader, run, step, rows, self._memory(reader), unit)

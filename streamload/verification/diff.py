@@ -39,7 +39,6 @@ from streamload.core.tensors import Coding, RowTranspose, TensorInfo, whole
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.files.folder import ReaderKind, ResolvedKind, choose_reader, folder_at
-from streamload.files.header import Turn
 from streamload.formats.gguf.names import is_computed
 from streamload.formats.writer import FUSED_EXPERTS
 from streamload.planning.dequantize import all_names, as_in_models, asked, dequantized
@@ -298,14 +297,9 @@ def _quantized(
         turn = second.turns.get(want.name)
         if format is not None and turn is not None and want.name in stored:
             shape = tuple(stored[want.name].shape)
-            listed[at] = want._replace(shape=shape, transpose=_back(turn))
+            order = turn.transpose and turn.transpose.inverse
+            listed[at] = want._replace(shape=shape, transpose=order)
     return quantised(checkpoint, TensorRequests.of(checkpoint, listed), found)
-
-
-def _back(turn: Turn) -> RowTranspose | None:
-    """Return the permutation from the models' order of rows to that of a file; None if equal."""
-    is_turned = turn.outer > 1 < turn.inner
-    return RowTranspose(turn.groups, turn.inner, turn.outer) if is_turned else None
 
 
 def made_by(a: CheckpointLike, b: CheckpointLike) -> dict[str, Any]:
@@ -520,11 +514,10 @@ def _pairs(
             codes = None
         if right is None:
             continue
-        order = _order(first, second, info, right)
+        order, shape = _order(first, second, info, right)
         source, range_ = [(info, whole(info))], out_of_range
         if coding is None:
             wanted = _wanted(first, policy, info)
-            shape = shape_in_models(info) if order is None else model_shape(first, info.name)
             if info.name not in first.turns and shape == model_shape(second, name):
                 shape = right.shape  # which its file may have transposed
             if isinstance(info, Packed) and info.group.is_transposed and order is None:
@@ -541,20 +534,21 @@ def _pairs(
 
 def _order(
     first: Checkpoint, second: Checkpoint, info: TensorInfo, right: TensorInfo
-) -> RowTranspose | None:
-    """Return the row permutation from the first file's order to the second's; None if equal."""
+) -> tuple[RowTranspose | None, tuple[int, ...]]:
+    """Return the row permutation from the first file's order to the second's, and the shape."""
     mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
     if mine == theirs:
-        return None
+        return None, shape_in_models(info)
     if mine is None and theirs is not None:
-        return _back(theirs)
+        order = theirs.transpose and theirs.transpose.inverse
+        return order, info.shape if order is not None else shape_in_models(info)
     if theirs is not None:
         problem = "its rows lie in another order than models have them: give this checkpoint first"
         raise CheckpointError(right.shard, problem, tensor=right.name)
     blocks = not isinstance(info, Packed) and info.name in first.stored
     if mine is None or (blocks and mine.shape is not None):
-        return None
-    return RowTranspose(mine.groups, mine.outer, mine.inner)
+        return None, shape_in_models(info)
+    return mine.transpose, model_shape(first, info.name)
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -533,7 +533,7 @@ def test_planned_for_cuda(tmp_path: Path) -> None:
     packed = {p.name: p for p in made.placements if p.src.is_packed}
     assert {p.cast for p in packed.values()} == {"device"}
     assert all(0 < p.there_nbytes <= p.scales_nbytes + 80 for p in packed.values())
-    assert packed["l.0.experts.gate_up_proj"].turned_there
+    assert packed["l.0.experts.gate_up_proj"].order == "device"
     assert Plan.from_json(made.to_json()) == made
     by_host = streamload.plan(path, cast="llvm", **options)
     assert {p.cast for p in by_host.placements if p.src.is_packed} == {"llvm"}

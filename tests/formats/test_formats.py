@@ -15,7 +15,7 @@ from remote_server import serve
 
 import streamload
 from streamload.core.dtypes import BY_CODE
-from streamload.core.tensors import TensorInfo
+from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.distributed.index import Index, _tuples, write_index
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
 from streamload.files.folder import folder_at
@@ -44,6 +44,7 @@ class Tiny(FormatReader):
             if stop > file.nbytes:
                 raise TruncatedFileError(file.path, "is too short", stop, file.nbytes, tensor=name)
             infos.append(TensorInfo(name, BY_CODE[code], tuple(shape), file.path, at, stop))
+        turns = {n: (t, s and tuple(s)) for n, (t, s) in said["turns"].items()}
         return Header(
             file.path,
             file.nbytes,
@@ -53,7 +54,7 @@ class Tiny(FormatReader):
             format="tiny",
             config=said.get("config", {}),
             stored={name: Stored(*_tuples(one)) for name, one in said["stored"].items()},
-            turns={name: Turn(*_tuples(one)) for name, one in said["turns"].items()},
+            turns={n: Turn(RowTranspose(*order), shape) for n, (order, shape) in turns.items()},
         )
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
@@ -184,7 +185,7 @@ def test_rows_that_lie_otherwise(tmp_path: Path) -> None:
         "a.weight": arrays["a.weight"].reshape(1, 2, 3, 4).transpose(0, 2, 1, 3).reshape(6, 4),
         "b.weight": arrays["b.weight"].T,
     }
-    turns = {"a.weight": (1, 2, 3, None), "b.weight": (1, 8, 5, (5, 8))}
+    turns = {"a.weight": ((1, 2, 3), None), "b.weight": ((1, 8, 5), (5, 8))}
     write_tiny(tmp_path / "model.tiny", arrays, turns=turns)
     streamload.convert(tmp_path / "model.tiny", tmp_path / "out", verify=True)
     for path in (tmp_path / "model.tiny", tmp_path / "out"):
@@ -206,7 +207,7 @@ def test_blocks_of_a_quantized_weight(tmp_path: Path) -> None:
 
 def test_what_headers_say_goes_to_other_processes(tmp_path: Path) -> None:
     stored = {"w.weight": ("fp8", (4, 32), (32,), 4)}
-    turns = {"b.weight": (1, 8, 5, (5, 8))}
+    turns = {"b.weight": ((1, 8, 5), (5, 8))}
     arrays = some() | {"w.weight": np.zeros((4, 18), np.uint8)}
     write_tiny(tmp_path / "model.tiny", arrays, stored=stored, turns=turns, config={"a": 1})
     checkpoint = streamload.open_checkpoint(tmp_path / "model.tiny")

@@ -28,13 +28,13 @@ from thread_group import World, run
 
 import streamload
 from streamload.core.dtypes import PACKED
+from streamload.core.tensors import RowTranspose
 from streamload.errors import (
     CheckpointError,
     HeaderError,
     ShardNotFoundError,
     StateDictMismatchError,
 )
-from streamload.files.header import Turn
 from streamload.verification.verify import verify
 
 torch = module("torch")
@@ -572,8 +572,8 @@ def test_original_shapes_of_reshaped_tensors(tmp_path: Path) -> None:
 def test_turns_of_a_header(tmp_path: Path) -> None:
     """Query and key rows of Llama, and the weights of GPT-2's Conv1D."""
     for model_type, name, turn in (
-        ("llama", "model.layers.0.self_attn.k_proj.weight", Turn(2, 32, 2)),
-        ("gpt2", "transformer.h.1.mlp.c_proj.weight", Turn(1, 256, 1024, (1024, 256))),
+        ("llama", "model.layers.0.self_attn.k_proj.weight", (RowTranspose(2, 32, 2), None)),
+        ("gpt2", "transformer.h.1.mlp.c_proj.weight", (RowTranspose(1, 256, 1024), (1024, 256))),
     ):
         model = small_model(model_type)
         path = tmp_path / f"{model_type}.gguf"

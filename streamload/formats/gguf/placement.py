@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+from streamload.core.tensors import RowTranspose
 from streamload.errors import HeaderError
 from streamload.files.header import Turn, View
 from streamload.formats.gguf.architectures import Architecture, module_of
@@ -172,16 +173,16 @@ class _Placement:
         shape = each.shape
         if self.known.is_transposed(each.name) and len(shape) > 1 and min(shape[-2:]) > 1:
             *stack, rows, columns = shape
-            return Turn(math.prod(stack), rows, columns, (*stack, columns, rows))
+            return Turn(RowTranspose(math.prod(stack), rows, columns), (*stack, columns, rows))
         if len(shape) == 1 and module_of(each.name) in self.known.as_rows:
-            return Turn(1, 1, shape[0], (1, *shape))
+            return Turn(None, (1, *shape))
         try:
             order = self.known.interleaved(each.name, shape[0] if shape else 1, self.config)
         except ValueError as error:
             self._refuse(each, "its rows cannot be split into heads", str(error), shape)
         if order is None or 1 in (order.outer, order.inner):
             return None
-        return Turn(order.groups, order.inner, order.outer)  # back to that of models
+        return Turn(order.inverse)
 
     @property
     def _after(self) -> int:

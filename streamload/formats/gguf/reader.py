@@ -177,8 +177,7 @@ def _reshaped(file: File, tensor: FileTensor, original: Any) -> Turn:
         problem, expected = "its original shape is not valid", f"that of {list(tensor.shape)}"
         found = list(shape) if shape else describe(original)
         raise HeaderError(file.path, problem, expected, found, tensor=tensor.name)
-    rows = tensor.shape[0] if tensor.shape else 1
-    return Turn(1, 1, rows, shape)
+    return Turn(None, shape)
 
 
 def _rope(file: File, tensors: Sequence[FileTensor]) -> dict[str, Sequence[float]]:

@@ -21,7 +21,7 @@ from streamload.core.dtypes import BY_NAME, DType
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.files.header import Chunk, Header, Part, describe
 from streamload.files.local import LocalFile, open_file
-from streamload.formats.chunks import Chunked, Piece, joined
+from streamload.formats.chunks import Chunked, joined
 from streamload.formats.reader import File, FormatReader, read_exactly
 from streamload.formats.torch.archive import Archive, TorchSave
 from streamload.formats.torch.choosing import chosen
@@ -125,7 +125,7 @@ class Dcp(FormatReader):
                         problem = "a chunk begins inside another one"
                         raise HeaderError(opened.path, problem, end, item.start, tensor=item.name)
                     end = item.stop
-                    tensors[item.name].pieces.append(_piece(opened, item))
+                    tensors[item.name].pieces.append((opened.path, _chunk(opened, item)))
                 parts.append(Part(opened.path, opened.nbytes, opened.state))
         return joined(Part(path, file.nbytes), parts, tensors, {"format": "pt"})
 
@@ -193,7 +193,7 @@ def _range(
     return file, start, start + nbytes
 
 
-def _piece(file: LocalFile, item: _Item) -> Piece:
+def _chunk(file: LocalFile, item: _Item) -> Chunk:
     """Return a chunk with its place in a file, after reading its archive's pickle."""
     if item.stop > file.nbytes:
         problem = "a chunk is cut off"
@@ -210,7 +210,7 @@ def _piece(file: LocalFile, item: _Item) -> Piece:
     except CheckpointError as error:
         raise error.of_tensor(item.name) from error
     strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
-    return Piece(file.path, Chunk(item.origin, item.shape, item.start + at, strides))
+    return Chunk(item.origin, item.shape, item.start + at, strides)
 
 
 class _Slice:
