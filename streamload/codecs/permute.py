@@ -19,6 +19,7 @@ import numpy as np
 from streamload.codecs.cast_table import ZERO, CastCounts
 from streamload.codecs.ir import Vector, kernel_text, loop, shuffle
 from streamload.codecs.llvm import HostFunction
+from streamload.core.dtypes import kind_of
 from streamload.errors import UnsupportedCastError
 
 _Array = np.ndarray[Any, Any]
@@ -97,11 +98,6 @@ class Permutation:
             lines = min(lines, max((most_numel - numel) // (self.inner * self.row) + 1, 1))
             for line in range(0, self.outer, lines):
                 yield start, stop, line, min(line + lines, self.outer)
-
-
-def kind_of(nbytes: int) -> str:
-    """Return the numpy dtype that copies elements of ``nbytes`` fastest."""
-    return f"u{nbytes}" if nbytes in _ITEMSIZES else f"V{nbytes}"
 
 
 def transpose(found: _Array, to: _Array) -> None:

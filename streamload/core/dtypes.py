@@ -196,6 +196,11 @@ def add_packed(kind: str, dtype: DType) -> None:
     _NAMED.setdefault(dtype.name, dtype)
 
 
+def kind_of(nbytes: int) -> str:
+    """Return the numpy dtype that copies elements of ``nbytes`` fastest."""
+    return f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}"
+
+
 def parse_dtype(name: object) -> DType:
     """Return the dtype for a `DType`, a long name, a safetensors code, or a usual short form.
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 
+from streamload.core.dtypes import kind_of
 from streamload.core.location import Location
 from streamload.core.units import round_up
 from streamload.files.header import Chunk, Part, View
@@ -302,7 +303,7 @@ class StridedReader(Reader):
         n = view.itemsize
         first, last = begin // n, -(-end // n)
         whole = begin % n == 0 and end % n == 0
-        made = np.frombuffer(out if whole else bytearray((last - first) * n), _kind(n))
+        made = np.frombuffer(out if whole else bytearray((last - first) * n), kind_of(n))
         at = 0
         for box in _boxes(view.shape, first, last):
             numel = math.prod(stop - start for start, stop in box)
@@ -369,10 +370,6 @@ def _turn(found: _Array, out: _Array) -> None:
     together = found.copy("K")
     for line in range(0, lines, _STRIP):
         out[..., line : line + _STRIP] = together[..., line : line + _STRIP]
-
-
-def _kind(itemsize: int) -> str:
-    return f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -66,7 +66,7 @@ class Chunk:
     @property
     def read_nbytes(self) -> int:
         """File bytes of the chunk."""
-        return sum(run.nbytes for run in self.runs)
+        return sum(run.lines * run.line_nbytes for run in self.runs)
 
     def staged_nbytes(self, placement: Kind) -> int:
         """Return the chunk's bytes in a staging slot: before the cast, if the device casts."""

@@ -6,11 +6,9 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import product, zip_longest
 from types import MappingProxyType
 from typing import Any, Literal
-
-import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import open_shard
@@ -78,16 +76,14 @@ def _lines(block: Block, axes: int) -> Iterator[tuple[int, int]]:
 
     A line is one index into the first ``axes`` axes of the whole tensor, flattened.
     """
-    leading = block.whole[:axes]
-    if block.shape[1:axes] == leading[1:]:  # one run; numpy takes 200 microseconds for many lines
-        inner = math.prod(leading[1:])
-        yield block.first[0] * inner, (block.first[0] + block.shape[0]) * inner
-        return
-    part = tuple(slice(f, f + n) for f, n in zip(block.first, block.shape, strict=True))
-    numbers = np.arange(math.prod(leading)).reshape(leading)[part[:axes]].ravel()
-    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-    for run in np.split(numbers, breaks):
-        yield int(run[0]), int(run[-1]) + 1
+    last = max((axis for axis in range(axes) if block.shape[axis] != block.whole[axis]), default=0)
+    inner = math.prod(block.whole[last + 1 : axes])
+    before = zip(block.first[:last], block.shape[:last], strict=True)
+    for index in product(*(range(first, first + length) for first, length in before)):
+        at = 0
+        for number, length in zip((*index, block.first[last]), block.whole, strict=False):
+            at = at * length + number
+        yield at * inner, (at + block.shape[last]) * inner
 
 
 def _within(

@@ -16,9 +16,9 @@ from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_table import Cast, CastCounts
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import QuantCounts
-from streamload.codecs.permute import kind_of, transpose
+from streamload.codecs.permute import transpose
 from streamload.codecs.weights import Packed
-from streamload.core.dtypes import F32, DType
+from streamload.core.dtypes import F32, DType, kind_of
 from streamload.errors import UnsupportedCastError
 from streamload.files.reader import Reader
 from streamload.planning.chunks import Chunk, StridedRead

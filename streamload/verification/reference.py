@@ -20,7 +20,7 @@ from streamload.codecs.cast_reference import Array, cast_array, cast_bytes
 from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.decode import Decoders
 from streamload.codecs.weights import Packed
-from streamload.core.dtypes import DType
+from streamload.core.dtypes import DType, kind_of
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, region_of, whole
 from streamload.errors import OutOfRangeError
 from streamload.planning.quant_policy import coded
@@ -233,8 +233,7 @@ def _spans(
 def _swapped(data: bytearray, lengths: _Lengths) -> bytes:
     """Return bytes of shape ``lengths`` (groups, outer, inner) with the last two axes swapped."""
     nbytes = len(data) // (lengths[0] * lengths[1] * lengths[2])
-    kind = f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}"
-    return np.frombuffer(data, kind).reshape(lengths).swapaxes(1, 2).tobytes()
+    return np.frombuffer(data, kind_of(nbytes)).reshape(lengths).swapaxes(1, 2).tobytes()
 
 
 def _whole_units(blocks: Iterator[memoryview | bytes], nbytes: int) -> Iterator[bytes]:
