@@ -277,14 +277,6 @@ class Cut:
         return cut(index, p, ranges, mine, largest(p))
 
 
-def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
-    """Yield the chunks of a plan, of at most ``plan.chunk_nbytes`` each, without batches."""
-    cut = Cut(plan, checkpoint)
-    for piece in cut.packs_and_chunks(lambda p: plan.chunk_nbytes, lambda p: 0, 1):
-        assert isinstance(piece, Chunk)
-        yield piece
-
-
 def _merged(group: dict[int, Iterator[_Piece]]) -> Iterator[_Piece]:
     """Empty a group; return its pieces by their place in the files, then by number."""
     if len(group) == 1:

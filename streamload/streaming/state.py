@@ -234,7 +234,7 @@ class Job:
         """Cut the plan, or ``some`` placements given by index, into units in reading order."""
         cut = self._cut if some is None else self._cut.of(some)
         pieces = cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
-        return _units(pieces, self, self.unit_nbytes)
+        return _units(pieces, self)
 
     def open(self, shard: int) -> Reader:
         """Return the open file of a shard, given by index; open it if needed."""
@@ -326,7 +326,7 @@ class Job:
                     stop = min(start + self.plan.chunk_nbytes, len(value))
                     chunks.append(Chunk(index, chunk.shard, start, stop, ()))
         self._coded.clear()
-        return [[unit] for unit in _units(chunks, self, self.unit_nbytes)]
+        return [[unit] for unit in _units(chunks, self)]
 
     def is_bulk(self, p: Kind) -> bool:
         """Whether a placement's file bytes go to its device unchanged, many chunks in one call.
@@ -463,7 +463,14 @@ class Job:
             for chunk, count in zip(unit, counts, strict=True):
                 self._chunk_done(chunk, count)
         self.sink.ended(unit)
-        self._account(unit, self.stats.read_nbytes - before)
+        shard = self._paths[unit[0].shard]
+        if self.shards.drops(shard):  # the page cache drops them
+            for start, stop in file_ranges(unit):
+                self.shards.done(shard, start, stop)
+        else:  # only the number counts: a unit may have many ranges
+            self.shards.done(shard, 0, self.stats.read_nbytes - before)
+        self._to_come[unit[0].shard] -= 1
+        self._close_if_done(unit[0].shard)
 
     def _chunk_done(self, chunk: Chunk, count: Counts) -> None:
         """Add a placed chunk's counts; finish its placement if the chunk was the last."""
@@ -508,17 +515,6 @@ class Job:
         self.sink.finish(indices)
         deque(map(self.buffers.__delitem__, indices), maxlen=0)
 
-    def _account(self, unit: WorkItem, nbytes: int) -> None:
-        """Let the page cache drop a read unit's bytes; close its file if that was the last unit."""
-        shard = self._paths[unit[0].shard]
-        if self.shards.drops(shard):
-            for start, stop in file_ranges(unit):
-                self.shards.done(shard, start, stop)
-        else:  # only the number counts: a unit may have many ranges
-            self.shards.done(shard, 0, nbytes)
-        self._to_come[unit[0].shard] -= 1
-        self._close_if_done(unit[0].shard)
-
     def _check_range(self, chunk: Chunk, counts: Counts) -> None:
         """Raise OutOfRangeError for values that overflowed, if ``out_of_range`` is "error"."""
         if counts.overflowed and self.plan.out_of_range == "error":
@@ -527,13 +523,8 @@ class Job:
             raise OutOfRangeError(info.name, info.shard, *names, counts.overflowed)
 
 
-def _units(
-    cut: Iterable[Chunk | SmallTensorBatch], job: Job, unit_nbytes: Callable[[Kind], int]
-) -> Iterator[WorkItem]:
-    """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit.
-
-    ``unit_nbytes`` gives the most bytes of a unit of a placement's chunks.
-    """
+def _units(cut: Iterable[Chunk | SmallTensorBatch], job: Job) -> Iterator[WorkItem]:
+    """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit."""
     unit: list[Chunk] = []
     size = most = 0
     for chunk in cut:
@@ -549,13 +540,13 @@ def _units(
             len(unit) == _MAX_UNIT_CHUNKS
             or chunk.shard != unit[0].shard
             or p.device != job.plan.placements[unit[0].placement].kind.device
-            or most != unit_nbytes(p)
+            or most != job.unit_nbytes(p)
         )
         if unit and (not alike or size + grows > most):
             yield tuple(unit)
             unit, size = [], 0
         unit.append(chunk)
-        size, most = size + grows, unit_nbytes(p)
+        size, most = size + grows, job.unit_nbytes(p)
     if unit:
         yield tuple(unit)
 

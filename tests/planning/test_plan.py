@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_checkpoint import PRESETS
 from parameters import few
-from plan_helpers import checkpoint_of, device_spec, plan_of, wants_of
+from plan_helpers import checkpoint_of, chunks, device_spec, plan_of, wants_of
 from safetensors_files import write_safetensors, write_sparse
 
 import streamload
@@ -24,7 +24,6 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.core.tensors import RowRange, RowTranspose
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
-from streamload.planning.chunks import chunks
 from streamload.planning.moves import DeviceSpec, DTypePolicy, Kind, Move, Moves, TensorRequest
 from streamload.planning.plan import DevicePlan, Plan
 

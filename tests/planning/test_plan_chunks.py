@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_helpers import checkpoint_of
+from plan_helpers import checkpoint_of, chunks
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BY_CODE, F16, F32, F64, DType
 from streamload.core.tensors import RowRange, RowTranspose
-from streamload.planning.chunks import Chunk, StridedRead, chunks
+from streamload.planning.chunks import Chunk, StridedRead
 from streamload.planning.moves import Kind, Move, Moves
 from streamload.planning.plan import Plan, slot_nbytes
 

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameters import few
+from plan_helpers import chunks
 from recording import Faults, RecordingDevice
 from safetensors_files import write_safetensors
 from stream_helpers import prepare
@@ -42,7 +43,6 @@ from streamload.files.folder import ResolvedKind
 from streamload.files.header import Header
 from streamload.files.local import PreadReader
 from streamload.files.reader import Reader
-from streamload.planning.chunks import chunks
 from streamload.planning.moves import TensorRequest
 from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream

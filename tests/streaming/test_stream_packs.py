@@ -14,7 +14,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from plan_helpers import device_spec, plan_of
+from plan_helpers import chunks, device_spec, plan_of
 from safetensors_files import write_safetensors
 
 import streamload
@@ -25,7 +25,7 @@ from streamload.devices.base import BulkFailure, Copy, DeviceInfo, Read, Staging
 from streamload.devices.host import HostDevice, HostFramework
 from streamload.devices.staging import DONE, HostStaging
 from streamload.errors import AllocationError, TruncatedFileError
-from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch, chunks
+from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.moves import DeviceSpec, TensorRequest, TensorRequests
 from streamload.planning.plan import Plan
 from streamload.streaming.loop import stream

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from streamload.core.memory import DEFAULT_HOST_NBYTES
 from streamload.core.tensors import RowRange, TensorInfo
 from streamload.devices.base import DeviceInfo
 from streamload.files.header import Header
+from streamload.planning.chunks import Chunk, Cut
 from streamload.planning.moves import DeviceSpec, DTypePolicy, Moves, TensorRequest
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, PlanRequest, make_plan
@@ -89,3 +90,11 @@ def draft_of(checkpoint: Checkpoint) -> Plan:
         readers=("mmap",) * len(checkpoint.shards),
         out_of_range="inf",
     )
+
+
+def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
+    """The chunks of a plan, of at most ``plan.chunk_nbytes`` each, without batches."""
+    cut = Cut(plan, checkpoint)
+    for piece in cut.packs_and_chunks(lambda p: plan.chunk_nbytes, lambda p: 0, 1):
+        assert isinstance(piece, Chunk)
+        yield piece
