@@ -166,6 +166,23 @@ def test_counts_are_whole_numbers(value: object) -> None:
         metadata_of(config)
 
 
+@pytest.mark.parametrize("value", [-1, 0, 1e308, 10**400, "1", True])
+def test_numbers_are_above_0_and_float32(value: object) -> None:
+    """GGUF has no other."""
+    config = _model("llama").config.to_dict() | {"rms_norm_eps": value}
+    with pytest.raises(ValueError, match="rms_norm_eps is a number above 0, not"):
+        metadata_of(config)
+
+
+@pytest.mark.parametrize("value", [-1, [-1], 2**32, None, "2", True])
+def test_tokens_that_are_none_are_left_out(value: object) -> None:
+    """Some models state -1 for a token that they lack."""
+    config = _model("llama").config.to_dict() | {"pad_token_id": value, "eos_token_id": [3, -1]}
+    found = metadata_of(config)
+    assert "tokenizer.ggml.padding_token_id" not in found
+    assert found["tokenizer.ggml.eos_token_id"] == 3
+
+
 @pytest.mark.parametrize(
     ("family", "more", "said"),
     [

@@ -395,6 +395,13 @@ def test_what_gguf_cannot_take_is_one_error(case: str, tmp_path: Path) -> None:
         assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
+def test_classes_that_are_no_list_name_none(tmp_path: Path) -> None:
+    """The names of config.json tell whether a model has a head: a number tells nothing."""
+    source = write_model(tmp_path / "in", "llama", architectures=-1)
+    quiet(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == -1
+
+
 def test_what_is_left_out_is_not_refused(tmp_path: Path) -> None:
     source = write_model(tmp_path / "in", "gpt2")
     config = json.loads((source / "config.json").read_text())

@@ -202,7 +202,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, ours in TOKENS.items():
         value = config.get(ours)
         value = value[0] if isinstance(value, list) and value else value
-        if type(value) is int:
+        if type(value) is int and 0 <= value < 2**32:  # -1 stands for none
             found[key] = value
     scaling = _scaling_of(rope, config)
     return found | {f"{architecture.name}.rope.scaling.{key}": v for key, v in scaling.items()}
@@ -290,10 +290,16 @@ def _longrope_factor(scale: float, context: int) -> float:
     return math.sqrt(1 + math.log(scale) / math.log(context)) if scale > 1 else 1.0
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def _number(given: Mapping[str, Any], key: str) -> float:
-    """Return the setting ``key`` as a float above 0; raise ValueError for anything else."""
+    """Return the setting ``key`` as a float above 0; raise ValueError for anything else.
+
+    GGUF has it in float32: a larger number is none.
+    """
     value = given.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
         raise ValueError(f"{key} is a number above 0, not {value!r}")
     return float(value)
 

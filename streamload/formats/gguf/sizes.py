@@ -86,8 +86,9 @@ def check_config(model: Model, coded: Collection[str]) -> None:
             break  # quantizers write biases of zeros
         if key in _OF_TENSORS and config.get(key) not in (None, value):
             model.refuse(f"{key} of config.json is not that of its tensors", value, config[key])
-    classes = map(str, config.get("architectures") or ())
-    if any(each.endswith(_OF_HEADS) for each in classes) and _module(HEAD) not in modules:
+    classes = config.get("architectures")
+    named = classes if isinstance(classes, list) else []
+    if any(str(each).endswith(_OF_HEADS) for each in named) and _module(HEAD) not in modules:
         check_head(model, config.get("tie_word_embeddings"))
     _check_layers(model, architecture.settings["block_count"], layers)
 
