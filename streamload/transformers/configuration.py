@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import initialization
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -28,6 +29,8 @@ from streamload.transformers.rows import Converted
 
 #: Errors of models that are built of a configuration with other or invalid settings.
 _UNBUILT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+#: Errors of configurations with a setting of a wrong type or value.
+_INVALID = (*_UNBUILT, StrictDataclassError, ValueError)
 
 
 _READERS = (
@@ -111,7 +114,10 @@ def _read(
     if given is None and checkpoint.says_config:
         config_class = transformers.AutoConfig.for_model(checkpoint.config["model_type"]).__class__
         said = dict(checkpoint.config)
-        config, unused = config_class.from_dict(said, return_unused_kwargs=True, **changes)
+        try:
+            config, unused = config_class.from_dict(said, return_unused_kwargs=True, **changes)
+        except _INVALID as error:
+            raise _invalid(checkpoint.path, error) from error
         return config, [name for name in unused if name in changes]
     folder = folder_of(checkpoint) if given is None else Path(given).expanduser()
     path = folder if folder.is_file() else folder / "config.json"
@@ -134,7 +140,14 @@ def _read(
         if "trust_remote_code" in str(error):
             problem += " (trust_remote_code=True runs it)"
         raise CheckpointError(path, problem) from error
+    except _INVALID as error:
+        raise _invalid(path, error) from error
     return config, [name for name in unused if name in changes]
+
+
+def _invalid(path: Any, error: Exception) -> CheckpointError:
+    said = " ".join(str(error).split())
+    return CheckpointError(path, f"the model's configuration is not valid: {said}")
 
 
 def placeholder(shape: tuple[int, ...], dtype: DType) -> torch.Tensor:

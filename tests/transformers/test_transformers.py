@@ -17,6 +17,7 @@ import pytest
 from hub_server import use_hub
 
 from streamload.checkpoint.open import open_checkpoint
+from streamload.conversion.convert import convert
 from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMismatchError
 from streamload.loading.report import device_map
 from streamload.verification.verify import verify
@@ -526,6 +527,36 @@ def test_unknown_models_are_refused(tmp_path: Path, changes: dict[str, Any], sai
     reconfigure(folder, **changes)
     with pytest.raises(CheckpointError, match=f"(?s){said}"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "no-such"}, "no attribute 'no-such'"),
+        ({"num_attention_heads": 0}, "zero"),
+        ({"num_hidden_layers": "2"}, "'num_hidden_layers' expected int, got str"),
+        ({"quantization_config": [1]}, "list"),
+    ],
+)
+def test_settings_that_are_invalid_are_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """What transformers raises for them, of many classes, is one error that names config.json."""
+    folder = saved(tmp_path, "llama")
+    reconfigure(folder, **changes)
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: the model's configuration is not valid: .*{said}"
+    ):
+        load(folder)
+
+
+def test_invalid_settings_of_gguf_are_refused(tmp_path: Path) -> None:
+    """The error names the file, which takes the place of config.json."""
+    convert(saved(tmp_path / "in", "llama"), tmp_path / "out", to="gguf", progress=False)
+    with pytest.raises(
+        CheckpointError, match=r"out: the model's configuration is not valid: .*int"
+    ):
+        load(tmp_path / "out", num_hidden_layers="2")
 
 
 class Broken(importlib.abc.MetaPathFinder):
