@@ -219,14 +219,8 @@ def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: 
         needs.device(device)
     framework = "host" if device == "host" else "tinygrad"
     job = job_of(small_checkpoint, framework=framework, device=device)
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED, json.dumps(job)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[], []]
+    said = forked.fresh(WATCHED, json.dumps(job), XDG_CACHE_HOME=str(tmp_path))
+    assert json.loads(said) == [[], []]
 
 
 def test_short_loads_are_repeated(small_checkpoint: Path) -> None:

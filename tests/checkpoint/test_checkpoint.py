@@ -6,11 +6,10 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import forked
 import pytest
 from hub_server import use_hub
 from safetensors_files import write_safetensors, write_sparse
@@ -426,15 +425,7 @@ def test_name_in_the_hugging_face_cache(
     environment = {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", variable: value.format(tmp_path)}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "XDG"))}
     code = "import streamload; print(streamload.open_checkpoint('org/name').path)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=kept | environment,
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == str(snapshot)
+    assert forked.fresh(code, cwd=tmp_path, env=kept | environment).strip() == str(snapshot)
 
 
 def test_revision_in_the_hugging_face_cache(no_cache: Path) -> None:

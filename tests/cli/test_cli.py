@@ -594,7 +594,4 @@ def test_reading_headers_imports_no_framework(layers: Path, command: str) -> Non
         "for name in ('tinygrad', 'torch', 'rich.console'): assert name not in sys.modules, name\n"
     )
     stated = ["--budget", "1MB", "--dtype", "float16"] * (command == "plan")
-    done = subprocess.run(
-        [sys.executable, "-c", code, command, layers, *stated], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    forked.fresh(code, command, layers, *stated)

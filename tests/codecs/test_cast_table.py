@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import mmap
 import pickle
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from cast_reference_helpers import as_bits, by_reference, pair_id, samples
@@ -224,7 +224,7 @@ def test_importing_the_table_leaves_llvm_out() -> None:
         "t.make_cast(d.BF16, d.BF16); t.make_cast(d.BF16, d.F16, engine='numpy');"
         "sys.exit('llvmlite' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    forked.fresh(code)
 
 
 def test_counts_add_up() -> None:

@@ -240,17 +240,10 @@ def test_a_whole_load_does_without_llvmlite(cache: Path, tmp_path: Path) -> None
     for clamp in (False, True):  # the stand-in for the driver knows both
         ptx.cast_ptx.__wrapped__(BF16, F16, clamp=clamp)
     cuda_stand_in.build(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", WHOLE_LOAD, str(path)],
-        env=cuda_stand_in.environment(tmp_path) | {"XDG_CACHE_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    said = cuda_stand_in.run(tmp_path, WHOLE_LOAD, path, XDG_CACHE_HOME=str(cache))
     rounded = np.frombuffer(data, "<u2").astype("<u4") << 16
     half = rounded.view("<f4").astype("<f2").tobytes()
-    assert done.stdout.split() == ["copy", data.hex(), "device", half.hex()]
+    assert said.split() == ["copy", data.hex(), "device", half.hex()]
 
 
 @pytest.mark.parametrize("code", [b"", b"\0" * 100, os.urandom(5000)])

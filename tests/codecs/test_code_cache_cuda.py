@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from streamload.devices import cuda
@@ -39,15 +37,8 @@ print(json.dumps([digest.hexdigest(), "llvmlite.binding" in sys.modules, seconds
 
 def load(path: Path, dtype: str, cache: Path) -> Any:
     """Load in a process of its own: digest of all bytes, whether llvmlite came along, seconds."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path), "cuda:0", dtype],
-        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    said = forked.fresh(LOAD, path, "cuda:0", dtype, XDG_CACHE_HOME=str(cache))
+    return json.loads(said.splitlines()[-1])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -6,14 +6,13 @@ What only a GPU can show is in test_ptx_cuda.py.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from cast_reference_helpers import CASTS, Bits, as_bits, pair_id, samples, tallied
@@ -205,14 +204,8 @@ except UnsupportedCastError as error:
     assert isinstance(error.__cause__, ImportError)
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "cannot cast bfloat16 to float16: no CUDA kernel without llvmlite" in done.stdout, done
+    said = forked.fresh(program, XDG_CACHE_HOME=str(tmp_path))
+    assert "cannot cast bfloat16 to float16: no CUDA kernel without llvmlite" in said
 
 
 def test_a_target_that_llvm_was_built_without() -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 import zlib
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors_files import header_bytes, write_safetensors
 
-import streamload
 from streamload.core import bounded_json as nesting
 from streamload.core.bounded_json import MOST_LEVELS, check_nesting, parse_json
 
@@ -116,14 +112,7 @@ def test_deep_nesting_is_an_error_and_no_signal(
     (tmp_path / name).write_bytes(forms[form])
     if name.endswith("index.json"):
         (tmp_path / "model.safetensors").unlink()
-    root = Path(streamload.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / name), what],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    assert done.stdout.startswith(said), done.stdout
+    out = forked.fresh(PROGRAM, tmp_path / name, what)
+    assert out.startswith(said), out
     if said.endswith("Error"):
-        assert f"more than {MOST_LEVELS} levels of nesting" in done.stdout
+        assert f"more than {MOST_LEVELS} levels of nesting" in out

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from pages_helpers import NBYTES, _address, _own, _reusable
 
@@ -82,13 +81,10 @@ os.waitpid(pid, 0)
 print(t._reusable(own))
 """
     folder = str(Path(__file__).parents[1] / "support")
-    done = subprocess.run(
-        [sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    said = forked.fresh(code, folder)
     # what the child has copied is its own, and the parent's again
     quarter = NBYTES // 4
-    assert done.stdout.split() == ["0", str(quarter), str(quarter), str(NBYTES)]
+    assert said.split() == ["0", str(quarter), str(quarter), str(NBYTES)]
 
 
 def test_many_ranges_in_any_order() -> None:

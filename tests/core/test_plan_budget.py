@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from hypothesis import given
@@ -486,14 +485,7 @@ def box() -> Iterator[tuple[Path, Path]]:
 def test_inside_a_real_cgroup(box: tuple[Path, Path], tmp_path: Path) -> None:
     """A box limits what is available; page cache does not take from it, memory in use does."""
     folder, usage = box
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, folder / "cgroup.procs", tmp_path / "data", usage],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(child.stdout)
+    found = json.loads(forked.fresh(CHILD, folder / "cgroup.procs", tmp_path / "data", usage))
     slack_nbytes = 16 * 10**6  # the interpreter, counters kept per CPU, pages under writeback
     assert BOX_NBYTES - 100 * 10**6 < found["start"] < BOX_NBYTES
     if found["cached_usage"] - found["start_usage"] < 100 * MIB:
@@ -622,16 +614,10 @@ def test_cpus_inside_a_real_cgroup() -> None:
     if reasons:
         pytest.skip(f"no cpu cgroup can be made here: {'; '.join(reasons)}")
     try:
-        child = subprocess.run(
-            [sys.executable, "-c", IN_CPU_BOX, folder / "cgroup.procs"],
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        said = forked.fresh(IN_CPU_BOX, folder / "cgroup.procs")
     finally:
         folder.rmdir()
-    assert child.stdout == "1\n"
+    assert said == "1\n"
 
 
 # --- Ledger ---------------------------------------------------------------------------------------

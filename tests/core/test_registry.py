@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
+import forked
 import pytest
 from safetensors_files import write_safetensors
 
@@ -177,8 +176,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def run(site: Path, code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=site, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    forked.fresh(code, cwd=site)
 
 
 @pytest.mark.parametrize("group", USES)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from safetensors_files import write_safetensors
@@ -378,14 +379,7 @@ def test_the_framework_of_a_model_is_seen_from_its_tensors() -> None:
     assert names.framework_of(Model("nothing")) is None
     code = "import sys; from streamload.devices.names import framework_of; framework_of({'a': 1}); "
     code += "print('tinygrad' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "False\n"
+    assert forked.fresh(code) == "False\n"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import gc
 import json
 import mmap
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import ml_dtypes
 import numpy as np
 import pytest
@@ -747,15 +747,8 @@ print(json.dumps([peak - base, predicted, report.resident_nbytes]))
 def test_memory_stays_at_what_the_plan_says(tmp_path: Path, device: str, dtype: str) -> None:
     small = save(tmp_path / "small", {"w": floats(1, 1000)}, dtype)
     large = save(tmp_path / "large", {f"w{i}": floats(i, 4_000_000) for i in range(8)}, dtype)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, device, small, large],
-        env=os.environ | {"PYTHONPATH": ROOT},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    used, predicted, resident = json.loads(done.stdout)
+    said = forked.fresh(MEASURED, device, small, large, cwd=tmp_path)
+    used, predicted, resident = json.loads(said)
     assert resident == 8 * 8_000_000 + (8 * (-8_000_000 % 4096) if device == "CPU" else 0)
     # nearly: garbage of the time before is given back as well
     assert used >= 0.9 * 8 * 8_000_000

@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from safetensors_files import write_safetensors
@@ -525,14 +526,7 @@ def test_the_first_load_of_a_process_grows_it_by_little(
     large: Path, arguments: dict[str, str]
 ) -> None:
     """At most 100 MB of anonymous and shared memory, with what is compiled and imported once."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", GROWS, str(large), repr(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    print("\n" + done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    forked.fresh(GROWS, large, repr(arguments), options=("-W", "ignore"))
 
 
 def test_the_host_holds_little(large: Path) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import pytest
 
@@ -227,13 +225,8 @@ print(probing.probe("torch", "cuda:0").dtypes["bfloat16"])
 
 def test_what_was_seen_of_a_gpu_is_kept(tmp_path: Path) -> None:
     """A later process computes nothing before it loads; another GPU, or driver, is looked at."""
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", KEPT, which], env=env, capture_output=True, text=True, check=True
-        ).stdout
-        for which in ("first", "again")
-    ]
+    runs = ("first", "again")
+    said = [forked.fresh(KEPT, which, XDG_CACHE_HOME=str(tmp_path)) for which in runs]
     assert said[0] == said[1] != ""
     assert any("GPU UUID" in part for part in nvidia_parts()), nvidia_parts()
 

@@ -8,13 +8,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -245,14 +245,7 @@ report = distributed.load_state_dict(
 )
 print(json.dumps([len(report.state_dict), [n.tensors for n in report.nodes], told[-1]]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=True,
-    )
-    count, tensors, last = json.loads(done.stdout)
+    count, tensors, last = json.loads(forked.fresh(code, path, env=environment()))
     assert tensors == [count]
     assert last[0] == last[1] > 0
     assert told == []

@@ -7,7 +7,6 @@ import mmap
 import os
 import random
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from time import sleep
 
+import forked
 import numpy as np
 import pytest
 from boxes import Boxes
@@ -174,14 +174,7 @@ def test_stranger_to_a_file() -> None:
     folder.chmod(0o755)
 
     def ask(path: Path, then: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(STRANGER), path, then],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        return forked.fresh(STRANGER, path, then).split()
 
     def file() -> Path:
         path = write(folder / "f", 20 * MIB)

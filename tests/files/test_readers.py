@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+import forked
 import numpy as np
 import pytest
 from parameters import few
@@ -27,7 +26,6 @@ from streamload.core.system import (
     populate_shared,
 )
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
-from streamload.files import local as readers
 from streamload.files import page_cache
 from streamload.files.folder import choose_reader, open_reader, reader_for, resolve_reader
 from streamload.files.local import MAPPED_FILESYSTEMS, MmapReader, PreadReader
@@ -55,19 +53,6 @@ def write(path: Path, nbytes: int) -> bytes:
     return content
 
 
-def run(program: str, *arguments: object) -> str:
-    root = Path(readers.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    return done.stdout
-
-
 def test_local_files_need_no_code_of_servers(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "in" / "model.safetensors", {"a": ("F32", [64], bytes(256))})
     program = """
@@ -78,7 +63,7 @@ def test_local_files_need_no_code_of_servers(tmp_path: Path) -> None:
         servers = ("connections", "hub", "remote", "stores")
         print([name for name in servers if f"streamload.files.{name}" in sys.modules])
     """
-    assert run(program, tmp_path / "in", tmp_path / "out") == "[]\n"
+    assert forked.fresh(program, tmp_path / "in", tmp_path / "out") == "[]\n"
 
 
 @every_reader
@@ -230,7 +215,7 @@ def test_file_beyond_the_address_space_cannot_be_mapped(tmp_path: Path) -> None:
     path, nbytes = tmp_path / "f", 2**33
     path.touch()
     os.truncate(path, nbytes)
-    refusal, last = run(program, path, nbytes).splitlines()
+    refusal, last = forked.fresh(program, path, nbytes).splitlines()
     assert refusal.startswith("CheckpointError True") and 'reader="pread"' in refusal
     assert last == repr(b"\0")
 
@@ -299,7 +284,7 @@ def test_no_signal_while_another_process_truncates(tmp_path: Path, kind: Kind) -
         os.waitpid(child, 0)
         print(*seen.values())
     """
-    said = run(program, tmp_path / "f", kind, nbytes, PAGE, few(500))
+    said = forked.fresh(program, tmp_path / "f", kind, nbytes, PAGE, few(500))
     read, cut = map(int, said.split())
     assert read > 0 and cut > 0
 
@@ -328,7 +313,7 @@ def test_population_past_the_end_is_an_error_and_no_signal(tmp_path: Path) -> No
             print(type(error).__name__, error.expected, error.found)
     """
     write(tmp_path / "f", 1_000_000)
-    assert run(program, tmp_path / "f").strip() == "TruncatedFileError 1000000 100"
+    assert forked.fresh(program, tmp_path / "f").strip() == "TruncatedFileError 1000000 100"
 
 
 def test_kernel_that_cannot_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +414,7 @@ def test_memory_is_bounded_by_the_windows(
     """
     path, nbytes = large_file
     peak_file, peak_anonymous, after_file, after_anonymous = (
-        1024 * int(kb) for kb in run(MEMORY, path, kind, nbytes, window, threads).split()
+        1024 * int(kb) for kb in forked.fresh(MEMORY, path, kind, nbytes, window, threads).split()
     )
     slack = 4 * MIB  # code and heap of Python that come in during the run
     if kind == "mmap":

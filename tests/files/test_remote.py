@@ -6,15 +6,13 @@ import email.utils
 import json
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -76,18 +74,6 @@ def error_of(call: Callable[[], object]) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         call()
     return caught.value
-
-
-def run(program: str, *arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    return done.stdout
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -673,7 +659,7 @@ def test_huggingface_gets_its_token_and_nobody_else(site: Site, tmp_path: Path) 
         environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
         urls = ["https://huggingface.co/model.safetensors", there.url + "model.safetensors"]
         urls.append("https://other.example/model.safetensors")
-        lines = run(program, *urls, **environment).splitlines()
+        lines = forked.fresh(program, *urls, **environment).splitlines()
         assert lines[:2] == ["['a']"] * 2
         assert "the certificate is not to be trusted" in lines[2]
     assert {r.headers["Authorization"] for r in front.requests} == {"Bearer hf_to-ken"}
@@ -693,7 +679,7 @@ def test_without_the_extra(site: Site) -> None:
         except ValueError as error:
             print(error)
     """
-    assert "the extra remote: pip install 'httpx2>=2'" in run(program, site.url)
+    assert "the extra remote: pip install 'httpx2>=2'" in forked.fresh(program, site.url)
 
 
 def test_patience_is_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

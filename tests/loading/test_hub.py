@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -525,15 +526,8 @@ def test_without_the_library(repo: Hub) -> None:
                 print(error)
     """
     signed = f"{repo.storage.url}{hashlib.sha256(FILES[FIRST]).hexdigest()}?Signature=se-cret0"
-    code = "\n".join(line[8:] for line in program.splitlines())
-    done = subprocess.run(
-        [sys.executable, "-c", code, NAME, f"hf://{NAME}", signed],
-        env=os.environ | {"NO_PROXY": "127.0.0.1"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    *refused, read = done.stdout.splitlines()
+    said = forked.fresh(program, NAME, f"hf://{NAME}", signed, NO_PROXY="127.0.0.1")
+    *refused, read = said.splitlines()
     assert len(refused) == 2 and all("pip install 'huggingface" in line for line in refused)
     assert read == "['a', 'b']"
 

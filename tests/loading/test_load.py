@@ -7,12 +7,12 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import forked
 import ml_dtypes
 import needs
 import numpy as np
@@ -433,7 +433,7 @@ def test_plans_for_nodes_look_at_no_device(small: Path) -> None:
         "assert plan.devices[0].budget_nbytes == 10**9\n"
         "assert 'tinygrad' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    forked.fresh(code)
     with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
         streamload.split(small, nodes=[Node("a", "1GB")], budget="1GB")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="budget of its own"):
@@ -797,14 +797,10 @@ def test_real_loads_keep_their_predictions(tmp_path: Path, seed: int) -> None:
         "budget": max(planned.resident_nbytes, old_nbytes) + int(rng.integers(5e6, 2e7)),
     }
     tests = str(Path(__file__).parents[1] / "support")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, json.dumps(case), tests],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([tests, os.environ["PYTHONPATH"]])},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    python = os.pathsep.join([tests, os.environ["PYTHONPATH"]])
+    ignoring = ("-W", "ignore")
+    said = forked.fresh(CHILD, json.dumps(case), tests, options=ignoring, PYTHONPATH=python)
+    found = json.loads(said)
     assert found["wrong"] == [], case
     assert found["peak"] <= found["fresh"] + OVERHEAD_NBYTES, (case, found)
     assert found["predicted"] <= found["budget"]

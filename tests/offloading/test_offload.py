@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import offloading_models as models
 import pytest
 import torch
@@ -317,7 +315,7 @@ def test_dynamo_is_not_imported_before_something_is_compiled(tmp_path: Path) -> 
     """It takes more than a second; what is compiled later goes round the layers all the same."""
     torch.manual_seed(0)
     path = models.save(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), tmp_path / "model")
-    subprocess.run([sys.executable, "-c", _UNCOMPILED, str(path)], check=True, timeout=300)
+    forked.fresh(_UNCOMPILED, path)
 
 
 def test_hooks_see_weights_while_a_layer_computes_and_shapes_otherwise(tmp_path: Path) -> None:
@@ -508,15 +506,9 @@ def test_tokens_leave_room_for_what_a_pass_is_seen_to_take(tokens: int, tmp_path
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 16000}
     config = hf.LlamaConfig(**sizes, **heads, max_position_embeddings=4096)
     hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _MEASURED, str(tmp_path), str(tokens)],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},  # else blocks stay in free lists
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    seen, predicted = map(int, done.stdout.split())
+    given = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else blocks stay in free lists
+    said = forked.fresh(_MEASURED, tmp_path, tokens, options=("-W", "ignore"), **given)
+    seen, predicted = map(int, said.split())
     assert seen <= predicted <= 1.6 * seen
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -62,6 +61,4 @@ def test_bench_measures_passes_with_what_offload_takes(llama: Path, tmp_path: Pa
 def test_the_command_line_imports_offloading_when_it_is_asked_for() -> None:
     """It took 20 to 50 ms of each command."""
     seen = "any('streamload.offloading' in name for name in sys.modules)"
-    script = f"import sys, streamload.cli; print({seen})"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.stdout.strip() == "False", found.stderr
+    assert forked.fresh(f"import sys, streamload.cli; print({seen})") == "False\n"

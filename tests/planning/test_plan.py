@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,10 +160,7 @@ def test_stated_budget_and_dtype_probe_nothing(tmp_path: Path) -> None:
         "print(len(a.devices), len(b.devices), len(c.devices))\n"
         "print([m for m in ('tinygrad', 'torch') if m in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == ["1 2 2", "[]"]
+    assert forked.fresh(code, path).splitlines() == ["1 2 2", "[]"]
 
 
 # --- peaks ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 from ptx_machine import Machine
@@ -596,12 +597,6 @@ def environment(folder: Path) -> dict[str, str]:
     return kept | {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": paths}
 
 
-def run(folder: Path, code: str, *arguments: object, **variables: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code, *map(str, arguments)],
-        env=environment(folder) | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(folder: Path, code: str, *arguments: object, **variables: str) -> str:
+    options = ("-X", "faulthandler")
+    return forked.fresh(code, *arguments, options=options, env=environment(folder), **variables)

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -93,6 +94,29 @@ def run(
         process.kill()
     assert process.returncode is not None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def fresh(
+    code: str,
+    *arguments: object,
+    options: Sequence[str] = (),
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,  # all of its environment, but for ``more``
+    timeout: float = 300.0,
+    **more: str,
+) -> str:
+    """What code prints in a process of Python of its own, not forked, which has to succeed."""
+    command = [sys.executable, *options, "-c", textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        env={**(os.environ if env is None else env), **more},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    return done.stdout
 
 
 @cache

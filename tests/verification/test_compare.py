@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import ml_dtypes
 import needs
 import numpy as np
@@ -608,10 +609,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         "found = diff(a, b, dtype='float16', progress=False).differences[0].values.count\n"
         "print(verify_checkpoint(a, progress=False).ok, found, kib('VmHWM') - before)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, a, b], capture_output=True, text=True, check=True
-    )
-    ok, count, grown_kib = done.stdout.split()
+    ok, count, grown_kib = forked.fresh(code, a, b).split()
     assert (ok, int(count)) == ("True", 25_000_000)
     assert int(grown_kib) < 40_000
 
@@ -634,13 +632,7 @@ def test_no_kernel_takes_part(tmp_path: Path) -> None:
         "    assert not streamload.diff(a, b, progress=False).ok, b\n"
         "print('llvmlite' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, plain, codes, half, back],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "False\n"
+    assert forked.fresh(code, plain, codes, half, back) == "False\n"
 
 
 # --- the commands ---------------------------------------------------------------------------------

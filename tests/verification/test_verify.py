@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dequant_samples
+import forked
 import ml_dtypes
 import needs
 import numpy as np
@@ -178,10 +177,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         "before = anon('VmRSS')\n"
         "print(verify(r, c), anon('VmHWM') - before)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
-    )
-    found, _, grown_kib = done.stdout.rpartition(" ")
+    found, _, grown_kib = forked.fresh(code, path).rpartition(" ")
     assert found == "[]"
     assert int(grown_kib) < 40_000
 
