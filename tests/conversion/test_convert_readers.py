@@ -28,17 +28,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny Llama of transformers in bfloat16, and the folder that it saved itself to."""
     torch = needs.module("torch")
-    transformers = needs.module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    needs.module("transformers")
+    model = needs.module("offloading_models").built("llama").to(torch.bfloat16)
     folder = tmp_path_factory.mktemp("llama") / "checkpoint"
     model.save_pretrained(folder)
     return model, folder

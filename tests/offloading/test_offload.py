@@ -260,21 +260,20 @@ def test_weights_at_odd_file_offsets_stream(tmp_path: Path) -> None:
     assert tensors
 
 
-def test_autocast_and_compiled_layers_give_the_values_of_the_model_loaded(tmp_path: Path) -> None:
-    path = models.save(models.built("llama"), tmp_path / "model")
-    resident = _loaded(lambda: models.built("llama"), path)
+def test_autocast_and_compiled_layers_give_the_values_of_the_model_loaded(llama: Path) -> None:
+    resident = _loaded(lambda: models.built("llama"), llama)
     expected = models.logits(resident)
     with torch.autocast("cpu", torch.bfloat16):
         cast = models.logits(resident)
     before = models.built("llama")
     before.model.layers[0] = torch.compile(before.model.layers[0], backend="eager")
     before.model.layers[1].compile(backend="eager")
-    with streamload.offload(before, path, device="cpu", budget=200_000) as offloaded:
+    with streamload.offload(before, llama, device="cpu", budget=200_000) as offloaded:
         assert "model.layers.0" in offloaded.plan.residency.streams
         for _ in range(2):
             assert torch.equal(models.logits(before), expected)
     after = models.built("llama")
-    with streamload.offload(after, path, device="cpu", budget=300_000):
+    with streamload.offload(after, llama, device="cpu", budget=300_000):
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(models.logits(after), cast)
@@ -318,12 +317,11 @@ def test_dynamo_is_not_imported_before_something_is_compiled(tmp_path: Path) -> 
     forked.fresh(_UNCOMPILED, path)
 
 
-def test_hooks_see_weights_while_a_layer_computes_and_shapes_otherwise(tmp_path: Path) -> None:
-    path = models.save(models.built("llama"), tmp_path / "model")
+def test_hooks_see_weights_while_a_layer_computes_and_shapes_otherwise(llama: Path) -> None:
     expected = models.built("llama").model.layers[1].mlp.up_proj.weight.sum()
     model = models.built("llama")
     seen: list[Any] = []
-    with streamload.offload(model, path, device="cpu", budget=200_000):
+    with streamload.offload(model, llama, device="cpu", budget=200_000):
         layer = model.model.layers[1]
         layer.mlp.up_proj.register_forward_hook(lambda m, a, o: seen.append(m.weight.sum()))
         layer.register_forward_hook(lambda m, a, o: seen.append(m.mlp.up_proj.weight.shape))
@@ -332,11 +330,10 @@ def test_hooks_see_weights_while_a_layer_computes_and_shapes_otherwise(tmp_path:
     assert seen[1] == (160, 64)
 
 
-def test_memory_goes_with_a_model_whose_handle_was_dropped(tmp_path: Path) -> None:
+def test_memory_goes_with_a_model_whose_handle_was_dropped(llama: Path) -> None:
     """Nothing but the model keeps what streams it: threads end, and slots are freed."""
-    path = models.save(models.built("llama"), tmp_path / "model")
     model = models.built("llama")
-    streamload.offload(model, path, device="cpu", budget=300_000)
+    streamload.offload(model, llama, device="cpu", budget=300_000)
     models.logits(model)
     slots: list[Any] = []
 
@@ -437,14 +434,12 @@ def test_from_pretrained_offloads(name: str, tmp_path: Path) -> None:
         models.logits(model)
 
 
-def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    models.built("llama").save_pretrained(path)
-    fits = from_pretrained(path, device="cpu", budget="2MB", offload=True)
+def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(llama: Path) -> None:
+    fits = from_pretrained(llama, device="cpu", budget="2MB", offload=True)
     assert not fits.streamload_offload.plan.residency.streams
     assert fits.streamload_offload.report.pass_nbytes == 0
     model = from_pretrained(
-        path, device="cpu", budget="11.6MB", offload=True, tokens=300, stay="lm*"
+        llama, device="cpu", budget="11.6MB", offload=True, tokens=300, stay="lm*"
     )
     found = model.streamload_offload.plan
     assert found.residency.streams and "lm_head" not in found.residency.streams
@@ -453,14 +448,12 @@ def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Pa
     assert found.activation_nbytes > 300 * 512 * 4
     _same_again(model, fits)
     with pytest.raises(ValueError, match="offload=True"):
-        from_pretrained(path, device="cpu", tokens=300)
+        from_pretrained(llama, device="cpu", tokens=300)
 
 
-def test_from_pretrained_takes_what_offload_takes(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    models.built("llama").save_pretrained(path)
+def test_from_pretrained_takes_what_offload_takes(llama: Path) -> None:
     given: dict[str, Any] = {"device": "cpu", "budget": 600_000, "offload": True}
-    model = from_pretrained(path, layers="model.layers.*.mlp", host="10MB", **given)
+    model = from_pretrained(llama, layers="model.layers.*.mlp", host="10MB", **given)
     plan = model.streamload_offload.plan
     assert any(name.endswith(".mlp") for name in plan.residency.streams)
     assert plan.host == plan.residency.streams
@@ -468,7 +461,7 @@ def test_from_pretrained_takes_what_offload_takes(tmp_path: Path) -> None:
     model.streamload_offload.close()
     for name, value in (("layers", ["*"]), ("host", "1MB"), ("stay", "*"), ("tokens", 0)):
         with pytest.raises(ValueError, match=f"{name} says how"):
-            from_pretrained(path, device="cpu", **{name: value})
+            from_pretrained(llama, device="cpu", **{name: value})
 
 
 _MEASURED = """

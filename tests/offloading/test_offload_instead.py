@@ -69,26 +69,23 @@ def test_the_suggested_call_runs_under_random_budgets(name: str, tmp_path: Path)
     assert said == {False, True}
 
 
-def test_a_plan_and_from_pretrained_name_theirs(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    models.built("llama").save_pretrained(path)
+def test_a_plan_and_from_pretrained_name_theirs(llama: Path) -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
-        streamload.plan(path, budget="500kB", device="cpu", dtype="float32")
+        streamload.plan(llama, budget="500kB", device="cpu", dtype="float32")
     line = _suggested(caught.value, "streamload.plan_offload(")
     assert line is not None
     made = eval(line.rsplit(" (", 1)[0], {"streamload": streamload})
     assert made.residency.absent and made.needed_nbytes <= 500_000
     with pytest.raises(PlanInfeasibleError) as caught:
-        from_pretrained(path, budget="900kB", device="cpu")
+        from_pretrained(llama, budget="900kB", device="cpu")
     line = _suggested(caught.value, "offload=True (")
     assert line is not None and "streamload.offload" not in str(caught.value)
-    model = from_pretrained(path, budget="900kB", device="cpu", offload=True)
+    model = from_pretrained(llama, budget="900kB", device="cpu", offload=True)
     assert model.streamload_offload.plan.residency.absent
     model.streamload_offload.close()
 
 
-def test_nothing_is_said_where_offload_would_be_refused(tmp_path: Path) -> None:
-    path = models.save(models.built("llama"), tmp_path / "model")
+def test_nothing_is_said_where_offload_would_be_refused(llama: Path) -> None:
     state = dict(models.built("llama").state_dict())
 
     class Flat(nn.Module):
@@ -108,19 +105,18 @@ def test_nothing_is_said_where_offload_would_be_refused(tmp_path: Path) -> None:
     ]
     for model, options in refused:
         with pytest.raises(PlanInfeasibleError) as caught:
-            streamload.load_state_dict(model, path, budget=500_000, **options)
+            streamload.load_state_dict(model, llama, budget=500_000, **options)
         assert "streamload.offload" not in str(caught.value)
     with pytest.raises(PlanInfeasibleError) as caught:
-        streamload.plan(path, device=["cpu", "host"], budget={"cpu": 10_000, "host": 10_000})
+        streamload.plan(llama, device=["cpu", "host"], budget={"cpu": 10_000, "host": 10_000})
     assert "offload" not in str(caught.value)
 
 
-def test_arguments_that_are_long_are_left_to_the_caller(tmp_path: Path) -> None:
-    path = models.save(models.built("llama"), tmp_path / "model")
+def test_arguments_that_are_long_are_left_to_the_caller(llama: Path) -> None:
     names = {name: name for name in models.built("llama").state_dict()}
     with pytest.raises(PlanInfeasibleError) as caught:
         streamload.load_state_dict(
-            models.built("llama"), path, device="cpu", budget="500kB", rename=names, strict=False
+            models.built("llama"), llama, device="cpu", budget="500kB", rename=names, strict=False
         )
     line = _suggested(caught.value, "streamload.offload(")
     assert line is not None
