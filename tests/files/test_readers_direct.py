@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameters import few
 
+from streamload.bench.compare import forget
 from streamload.core.system import direct_memory, filesystem_of
 from streamload.errors import CheckpointError, TruncatedFileError
 from streamload.files import local as readers
@@ -50,13 +51,6 @@ def write(path: Path, nbytes: int) -> bytes:
         file.flush()
         os.fsync(file.fileno())
     return content
-
-
-def make_cold(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 def pages(nbytes: int) -> memoryview:
@@ -264,7 +258,7 @@ def test_page_cache_stays_as_it_is(disk: Path) -> None:
     write(disk / "cold", 4 * MIB)
     for cold in (True, False):
         if cold:
-            make_cold(disk / "cold")
+            forget([disk / "cold"])
         else:
             (disk / "cold").read_bytes()
         with DirectReader(disk / "cold", 4 * MIB) as reader:
@@ -522,7 +516,7 @@ def test_auto_reads_what_is_cold_past_the_page_cache(disk: Path) -> None:
     resident = choose_reader(path, "auto")
     assert (resident.kind, resident.reason) == ("mmap", "in the page cache")
     assert resident_fraction(path) == 1
-    make_cold(path)
+    forget([path])
     cold = choose_reader(path, "auto")
     assert cold.kind == "direct"
     assert cold.reason == f"on {filesystem(disk)}, not in the page cache"
@@ -531,7 +525,7 @@ def test_auto_reads_what_is_cold_past_the_page_cache(disk: Path) -> None:
     read_alone(path, 12 * MIB)
     most = choose_reader(path, "auto")
     assert (most.kind, most.reason) == ("mmap", "mostly in the page cache")
-    make_cold(path)
+    forget([path])
     read_alone(path, 4 * MIB)
     least = choose_reader(path, "auto")
     assert least.kind == "direct"
@@ -541,7 +535,7 @@ def test_auto_reads_what_is_cold_past_the_page_cache(disk: Path) -> None:
 def test_auto_is_never_direct_where_no_whole_slots_are_read(disk: Path) -> None:
     """Memory that the CPU writes is not aligned as the file is: it is read through the cache."""
     write(disk / "cold", MIB)
-    make_cold(disk / "cold")
+    forget([disk / "cold"])
     choice = choose_reader(disk / "cold", "auto", whole_slots=False)
     assert choice.kind == resolve_reader(disk / "cold", "auto") != "direct"
     assert filesystem(disk) in choice.reason and resident_fraction(disk / "cold") == 0
@@ -549,7 +543,7 @@ def test_auto_is_never_direct_where_no_whole_slots_are_read(disk: Path) -> None:
 
 def test_auto_is_never_direct_where_the_page_cache_is_kept(disk: Path) -> None:
     write(disk / "kept", MIB)
-    make_cold(disk / "kept")
+    forget([disk / "kept"])
     kept = choose_reader(disk / "kept", "auto", page_cache="keep")
     assert kept.kind == resolve_reader(disk / "kept", "auto") != "direct"
 

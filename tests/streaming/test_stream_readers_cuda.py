@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from bench_parts.section import forget, read_all
 from safetensors_files import write_safetensors
 
 import streamload
@@ -62,19 +62,6 @@ def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def cool(path: Path) -> None:
-    for file in files(path):
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def warm(path: Path) -> None:
-    for file in files(path):
-        file.read_bytes()
-
-
 def resident(path: Path) -> list[float | None]:
     return [resident_fraction(file) for file in files(path)]
 
@@ -102,7 +89,7 @@ def plan(path: Path, **arguments: Any) -> Plan:
 def on_a_local_disk(path: Path) -> None:
     """Skip where files are on no disk that is read past the page cache."""
     filesystem, _ = filesystem_and_length(path)
-    cool(path)
+    forget(path)
     if filesystem not in DIRECT_FILESYSTEMS or max(n or 0 for n in resident(path)) > 0.1:
         pytest.skip(f"{path} on {filesystem}: resident after dropping: {resident(path)}")
 
@@ -111,7 +98,7 @@ def on_a_local_disk(path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16", "float32"])
 @pytest.mark.parametrize("reader", ["auto", "mmap", "pread", "direct"])
 def test_every_way_brings_the_right_bits(path: Path, reader: Any, dtype: str, cold: bool) -> None:
-    (cool if cold else warm)(path)
+    (forget if cold else read_all)(path)
     load(path, reader=reader, dtype=dtype)
 
 
@@ -120,7 +107,7 @@ def test_every_way_brings_the_right_bits(path: Path, reader: Any, dtype: str, co
 def test_casts_are_the_same_wherever_they_are_made(
     path: Path, cast: Any, out_of_range: Any
 ) -> None:
-    warm(path)
+    read_all(path)
     report = load(path, dtype="float16", cast=cast, out_of_range=out_of_range)
     casts = {p.cast for p in report.plan.placements if p.src is not p.dst}
     assert casts == {"llvm" if cast == "llvm" else "device"}, report.plan
@@ -166,13 +153,13 @@ def test_what_becomes_of_the_page_cache(path: Path, reader: Any, page_cache: Any
 @pytest.mark.parametrize("host", ["8MiB", "16MiB", "64MiB", "200MiB"])
 @pytest.mark.parametrize("threads", [1, 2, None])
 def test_host_memory_stays_within_its_budget(path: Path, host: str, threads: int | None) -> None:
-    warm(path)
+    read_all(path)
     load(path, budget=Budget(host=host), threads=threads)
 
 
 def test_weights_and_scratch_are_enough_and_a_mebibyte_less_is_refused(path: Path) -> None:
     """The least that a load takes; and nothing is allocated before it is refused."""
-    warm(path)
+    read_all(path)
     for dtype in ("checkpoint", "float16"):
         made = plan(path, dtype=dtype, budget="2GB")
         least = made.devices[0].resident_nbytes
