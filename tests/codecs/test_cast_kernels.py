@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -140,15 +141,8 @@ def test_a_tally_is_added_to() -> None:
 
 def test_kernels_are_compiled_once() -> None:
     """Threads that ask at once get the same kernel, and so do options that make no difference."""
-    found: list[Kernel] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(compile_kernel(F64, F16, clamp=True)))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: compile_kernel(F64, F16, clamp=True), range(8)))
     assert len({id(kernel) for kernel in found}) == 1
     assert compile_kernel(BF16, F32, clamp=True) is compile_kernel(BF16, F32, clamp=False)
 
@@ -158,19 +152,14 @@ def test_threads_share_a_kernel() -> None:
     x = np.random.default_rng(0).permutation(samples(F32))
     parts = [part.tobytes() for part in np.array_split(x, 8)]
     alone = [call(kernel, F32, F16, part) for part in parts]
-    together: dict[int, list[tuple[bytearray, list[int]]]] = {}
     start = threading.Barrier(len(parts))
 
-    def work(index: int) -> None:
+    def work(part: bytes) -> list[tuple[bytearray, list[int]]]:
         start.wait()
-        together[index] = [call(kernel, F32, F16, parts[index]) for _ in range(5)]
+        return [call(kernel, F32, F16, part) for _ in range(5)]
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == {index: [result] * 5 for index, result in enumerate(alone)}
+    with ThreadPoolExecutor(len(parts)) as pool:
+        assert list(pool.map(work, parts)) == [[result] * 5 for result in alone]
 
 
 def test_a_call_drops_the_gil() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -78,11 +78,8 @@ def test_threads_share_the_rows_of_a_job() -> None:
     out = np.full((1, 4001), np.nan, np.float32)
     shared = job(of, x, out, claim=8)
     kernel = compile_product(form, 1, F32)
-    threads = [threading.Thread(target=run, args=(kernel, shared)) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, [kernel] * 4, [shared] * 4))
     assert worst(out, x, of.exact) < 0.5
 
 

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -696,11 +697,8 @@ def test_the_ledger_under_threads() -> None:
             except BudgetExceededError:
                 refused[me] = True
 
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
     assert ledger.held("CL") == 0
     assert 0 < max(seen_nbytes) <= ledger.peak("CL") <= 1000
     assert any(refused)

@@ -7,7 +7,6 @@ import json
 import mmap
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -1051,23 +1050,15 @@ def test_a_model_that_moves_leaves_nothing_on_the_device_it_was_on(tmp_path: Pat
 def test_two_loads_may_run_side_by_side_on_one_device(tmp_path: Path) -> None:
     values = {f"w{i}": floats(i, 100 + i) for i in range(60)}
     path = save(tmp_path, values)
-    failures: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            for _ in range(6):
-                state = load(None, path, device="CPU").state_dict
-                assert all((read_back(state[k]) == v.tobytes()) for k, v in values.items())
-        except BaseException as error:
-            failures.append(error)
+    def run(_: int) -> None:
+        for _ in range(6):
+            state = load(None, path, device="CPU").state_dict
+            assert all((read_back(state[k]) == v.tobytes()) for k, v in values.items())
 
     load(None, path, device="CPU")
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, range(3)))
 
 
 def test_an_allocation_that_fails_names_the_parameter(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import http.client
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -105,20 +105,15 @@ def test_one_file_is_served_alone(folder: Path) -> None:
 def test_many_clients_are_served_at_once(serving: Serving) -> None:
     parts = urlsplit(serving.url)
     count, nbytes = 14, len(CONTENT) // 16
-    found: dict[int, bytes] = {}
 
-    def read(index: int) -> None:
+    def read(index: int) -> bytes:
         start = index * nbytes
         with closing(http.client.HTTPConnection(str(parts.hostname), parts.port)) as connection:
             wanted = f"bytes={start}-{start + nbytes - 1}"
-            found[index] = _ask(connection, "/data", Range=wanted)[1]
+            return bytes(_ask(connection, "/data", Range=wanted)[1])
 
-    threads = [threading.Thread(target=read, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert b"".join(found[index] for index in range(count)) == CONTENT[: count * nbytes]
+    with ThreadPoolExecutor(count) as pool:
+        assert b"".join(pool.map(read, range(count))) == CONTENT[: count * nbytes]
     until = time.monotonic() + 20  # what was sent is counted when all of it was sent
     while serving.counts().nbytes < count * nbytes and time.monotonic() < until:
         time.sleep(0.01)

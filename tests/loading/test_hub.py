@@ -15,6 +15,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -812,15 +813,9 @@ def test_a_kill_leaves_whole_files(repo: Hub, tmp_path: Path) -> None:
 
 
 def test_two_loads_share_a_download(repo: Hub) -> None:
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(load())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3
-    for report in found:
-        assert_right(report)
+    with ThreadPoolExecutor(3) as pool:
+        for report in pool.map(load, [NAME] * 3):
+            assert_right(report)
     whole = [each for each in repo.ranges(FILES[SECOND]) if each is None]
     assert len(whole) <= 3
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -304,18 +305,12 @@ def test_two_pipelines_at_once(tmp_path: Path) -> None:
     folder = saved(tmp_path, "Stable Diffusion")
     expected = small(resident(folder))
     pipelines = [offloaded(folder, budget) for budget in (350_000, 500_000)]
-    found: list[Any] = []
 
-    def draw(pipeline: Any) -> None:
-        found.extend(small(pipeline) for _ in range(2))
+    def draw(pipeline: Any) -> bool:
+        return all(np.array_equal(small(pipeline), expected) for _ in range(2))
 
-    threads = [threading.Thread(target=draw, args=(each,)) for each in pipelines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(np.array_equal(each, expected) for each in found)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(draw, pipelines))
     pipeline, errors = pipelines[0], []
 
     def inside(*arguments: Any) -> None:

@@ -12,12 +12,12 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -270,11 +270,8 @@ def test_processes_that_start_together(loaders: dict[str, type], tmp_path: Path)
     """API servers that write the folder at the same time all get it, whole."""
     path = gguf(llama(tmp_path / "m"), tmp_path / "g")
     made = [loaders["args"](str(path)) for _ in range(8)]
-    threads = [threading.Thread(target=args.create_model_config) for args in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda args: args.create_model_config(), made))
     (folder,) = {Path(args.model) for args in made}
     assert list(folder.parent.iterdir()) == [folder] and len(list(folder.iterdir())) == 3
 
