@@ -18,9 +18,10 @@ from bench_parts.section import forget
 from boxes import Boxes
 from conversions import files_of, make_gguf, make_gpt2, quiet, tensors_of
 from convert_crash_helpers import Start, duration, kill_and_resume, start
-from lora_files import BASE, Array, adapter, assert_nearest, of_layers, pair, random, write
+from lora_files import BASE, Array, adapter, assert_nearest, of_layers, pair, random
 from make_checkpoint import make_checkpoint, shape_of_size
 from remote_server import serve
+from safetensors_files import write_arrays
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
@@ -39,7 +40,7 @@ def base(tmp_path: Path) -> Path:
     kind = ml_dtypes.bfloat16
     arrays = {f"{Q}.weight": random(0, 300, 1000, dtype=kind), "head.weight": random(1, 9, 12)}
     arrays |= {f"{V}.weight": random(2, 40, 40, dtype=kind), f"{V}.bias": random(3, 40, dtype=kind)}
-    write(tmp_path / "base" / "model.safetensors", arrays)
+    write_arrays(tmp_path / "base" / "model.safetensors", arrays)
     (tmp_path / "base" / "config.json").write_text('{"dtype": "bfloat16"}')
     return tmp_path / "base"
 
@@ -111,7 +112,7 @@ def test_an_adapter_that_holds_more(base: Path, tmp_path: Path) -> None:
 
 def test_trained_tokens(tmp_path: Path) -> None:
     """Rows of an embedding are replaced, by index."""
-    write(tmp_path / "base" / "model.safetensors", {"m.embed.weight": random(0, 70, 8)})
+    write_arrays(tmp_path / "base" / "model.safetensors", {"m.embed.weight": random(0, 70, 8)})
     rows = {f"{BASE}m.embed.token_adapter.trainable_tokens_delta": random(1, 3, 8)}
     for stated in ([69, 0, 5], {"embed": [69, 0, 5]}):
         folder = adapter(tmp_path / "a", rows, trainable_token_indices=stated)
@@ -228,7 +229,7 @@ def test_tied_weights(tmp_path: Path) -> None:
     whole = adapter(tmp_path / "b", {f"{BASE}{embed}.weight": random(3, 20, 12)})
     arrays = {f"{embed}.weight": random(0, 20, 12)}
     path = tmp_path / "base"
-    write(path / "model.safetensors", arrays)
+    write_arrays(path / "model.safetensors", arrays)
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     with pytest.warns(UserWarning, match="lm_head.weight is tied to.*tie_word_embeddings = False"):
         quiet(path, tmp_path / "out", adapters=[lora])
@@ -241,7 +242,7 @@ def test_tied_weights(tmp_path: Path) -> None:
         head = adapter(tmp_path / "c", arrays_of_head, modules_to_save=None)
         with pytest.raises(CheckpointError, match=r"head is tied to .*tie_word_embeddings = False"):
             quiet(path, tmp_path / "no", adapters=[head])
-    write(path / "model.safetensors", arrays | {"lm_head.weight": random(0, 20, 12)})
+    write_arrays(path / "model.safetensors", arrays | {"lm_head.weight": random(0, 20, 12)})
     with pytest.raises(CheckpointError, match="both are stored"):
         quiet(path, tmp_path / "no", adapters=[lora])
 
@@ -250,7 +251,7 @@ def test_tied_weights(tmp_path: Path) -> None:
 def test_lora_that_peft_has_not_saved(base: Path, tmp_path: Path, name: str) -> None:
     """Of kohya or diffusers: the line for pipelines; of peft's names: what the file lacks."""
     folder = tmp_path / "a"
-    write(folder / f"{name}.safetensors", {"lora_unet_x.lora_down.weight": random(0, 4, 40)})
+    write_arrays(folder / f"{name}.safetensors", {"lora_unet_x.lora_down.weight": random(0, 4, 40)})
     for path in (folder, folder / f"{name}.safetensors"):
         with pytest.raises(ShardNotFoundError, match=r"pipe.load_lora_weights\(.*\"LORA\""):
             quiet(base, tmp_path / "out", adapters=[path])

@@ -9,7 +9,7 @@ import needs
 import numpy as np
 import pytest
 from load_helpers import load
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays
 
 from streamload.core.computed import is_computed
 from streamload.errors import StateDictMismatchError
@@ -41,8 +41,7 @@ def test_what_models_compute_by_name(name: str) -> None:
 def save(path: Path, **arrays: Any) -> Path:
     """Write float32 arrays; ``__`` in a name is a dot."""
     raw = {n.replace("__", "."): np.asarray(a, np.float32) for n, a in arrays.items()}
-    tensors = {n: ("F32", a.shape, a.tobytes()) for n, a in raw.items()}
-    return write_safetensors(path / "m.safetensors", tensors)
+    return write_arrays(path / "m.safetensors", raw)
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])

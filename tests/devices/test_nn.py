@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy as sn
 from array_files import save
 from nn_helpers import Transformer, made, quantised
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays, write_safetensors
 from tinygrad import Tensor, TinyJit, Variable, dtypes, nn
 from tinygrad.helpers import GlobalCounters
 from tinygrad.nn.state import get_state_dict, load_state_dict
@@ -31,7 +31,6 @@ from streamload.nn import QuantLinear, replace_linears
 
 DEVICES = (pytest.param("CPU", marks=pytest.mark.slow), "CL")
 LAYERS = ("int8", "q8_0", "q4_0", "nf4")
-CODES = {"int8": "I8", "uint8": "U8", "float32": "F32"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -130,13 +129,10 @@ def test_what_an_error_says_of_stored_codes_loads_their_values(tmp_path: Path, f
     tensors, weights = dict[str, Any](), dict[str, Any]()
     for seed, name in enumerate(("layers.0.q", "layers.1.q", "layers.1.k")):
         parts, weights[name] = quantised(format, 64, 64, seed)
-        tensors |= {
-            f"{name}.weight{suffix}": (CODES[array.dtype.name], array.shape, array.tobytes())
-            for suffix, array in parts.items()
-        }
+        tensors |= {f"{name}.weight{suffix}": array for suffix, array in parts.items()}
     head = rng.standard_normal((8, 64)).astype(np.float32)
-    tensors["head.weight"] = ("F32", head.shape, head.tobytes())
-    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    tensors["head.weight"] = head
+    path = write_arrays(tmp_path / "model.safetensors", tensors)
 
     def made() -> Any:
         layers = [{"q": nn.Linear(64, 64, bias=False)} for _ in range(2)]
@@ -279,8 +275,7 @@ def test_what_is_no_linear_is_left_and_named() -> None:
 
 def test_sharded_linears_are_named_as_such(tmp_path: Path) -> None:
     weight = np.ones((64, 64), np.float32)
-    tensors = {f"{name}.weight": ("F32", weight.shape, weight.tobytes()) for name in "ab"}
-    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    path = write_arrays(tmp_path / "model.safetensors", {"a.weight": weight, "b.weight": weight})
     model = {name: nn.Linear(64, 64, bias=False) for name in "ab"}
     model["a"].weight.shard_(("CPU:0", "CPU:1"), axis=0)
     given: dict[str, Any] = {"quant": {"*.weight": "int8"}, "progress": False}
@@ -333,14 +328,11 @@ def test_a_load_fills_the_layers(tmp_path: Path, device: str) -> None:
     bias = np.arange(16, dtype=np.float32)
     for format in LAYERS:
         parts, _ = quantised(format, 16, 64)
-        whole = {"q.weight": ("F32", weight.shape, weight.tobytes())}
-        stored = {
-            f"q.weight{suffix}": (CODES[array.dtype.name], array.shape, array.tobytes())
-            for suffix, array in parts.items()
-        }
+        whole = {"q.weight": weight}
+        stored = {f"q.weight{suffix}": array for suffix, array in parts.items()}
         for kind, tensors in (("whole", whole), ("stored", stored)):
-            tensors["q.bias"] = ("F32", bias.shape, bias.tobytes())
-            path = write_safetensors(tmp_path / f"{format}-{kind}.safetensors", tensors)
+            tensors["q.bias"] = bias
+            path = write_arrays(tmp_path / f"{format}-{kind}.safetensors", tensors)
             linear = nn.Linear(64, 16)
             linear.weight = Tensor.empty(16, 64, device=device)
             linear.bias = Tensor.empty(16, device=device)
@@ -444,8 +436,7 @@ def test_auto_passes_over_formats_that_no_layer_has(tmp_path: Path) -> None:
             self.layers = [nn.Linear(132, 132, bias=False) for _ in range(16)]
 
     arrays = {f"layers.{i}.weight": np.ones((132, 132), np.float32) for i in range(16)}
-    tensors = {n: ("F32", a.shape, a.tobytes()) for n, a in arrays.items()}
-    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    path = write_arrays(tmp_path / "model.safetensors", arrays)
     options: dict[str, Any] = {"device": "CPU", "quant": "auto", "progress": False}
     report = streamload.load_state_dict(Layers(), path, budget="0.5MB", **options)
     assert any('quant="auto" took int8' in note for note in report.notes)

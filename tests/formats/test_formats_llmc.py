@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conversions import Gpt2Shape, quiet, tensors_of
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays
 
 from streamload.core.dtypes import F16
 from streamload.errors import CheckpointError
@@ -106,8 +106,7 @@ def write(folder: Path, prefix: str = "", **config: Any) -> dict[str, Array]:
         name: (rng.standard_normal(shape) * 0.3).astype(np.float32)
         for name, shape in Gpt2Shape.of(said).bare().items()
     }
-    tensors = {prefix + n: ("F32", a.shape, a.tobytes()) for n, a in arrays.items()}
-    write_safetensors(folder / "model.safetensors", tensors)
+    write_arrays(folder / "model.safetensors", {prefix + n: a for n, a in arrays.items()})
     (folder / "config.json").write_text(json.dumps(said))
     return arrays
 

@@ -11,7 +11,8 @@ import needs
 import numpy as np
 import pytest
 from hub_server import Hub, hub
-from lora_files import BASE, Array, adapter, assert_within_one_rounding, pair, random, write
+from lora_files import BASE, Array, adapter, assert_within_one_rounding, pair, random
+from safetensors_files import write_arrays
 
 import streamload
 from streamload.core import patterns
@@ -34,7 +35,7 @@ def test_rounded_once_whatever_the_chunks_are(tmp_path: Path, dtype: Any, rslora
     """Within one rounding of float64; the same bytes for any chunks, readers and devices."""
     w, other = random(0, 300, 1000, dtype=dtype), random(1, 30, 10, dtype=dtype)
     path = tmp_path / "model.safetensors"
-    write(path, {"h.q.weight": w, "h.k.weight": other})
+    write_arrays(path, {"h.q.weight": w, "h.k.weight": other})
     factors = pair("h.q", 300, 1000)
     patterns = {"alpha_pattern": {"q": 3}} if rslora else {}
     folder = adapter(tmp_path / "lora", factors, use_rslora=rslora, **patterns)
@@ -62,7 +63,7 @@ def test_rounded_once_whatever_the_chunks_are(tmp_path: Path, dtype: Any, rslora
 def test_merged_and_cast_is_rounded_once(tmp_path: Path) -> None:
     w = random(0, 20, 12, dtype=ml_dtypes.bfloat16)
     path = tmp_path / "model.safetensors"
-    write(path, {"m.weight": w, "e.weight": w})
+    write_arrays(path, {"m.weight": w, "e.weight": w})
     first = adapter(tmp_path / "a", pair("m", 20, 12))
     embedded = {f"{BASE}e.lora_embedding_A": random(1, 4, 20)}
     embedded[f"{BASE}e.lora_embedding_B"] = random(2, 12, 4)
@@ -80,7 +81,7 @@ def test_rows_that_a_family_permutes(tmp_path: Path) -> None:
     """The sum is of the checkpoint's rows, which take their places after it."""
     q = "model.layers.0.self_attn.q_proj"
     (tmp_path / "m").mkdir()
-    write(tmp_path / "m" / "model.safetensors", {f"{q}.weight": random(0, 32, 8)})
+    write_arrays(tmp_path / "m" / "model.safetensors", {f"{q}.weight": random(0, 32, 8)})
     (tmp_path / "m" / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
     folder = adapter(tmp_path / "a", pair(q, 32, 8))
     name = "layers.0.attention.wq.weight"
@@ -96,7 +97,7 @@ def test_a_transposed_weight_and_another_prefix(tmp_path: Path) -> None:
     """Conv1D keeps its inputs along the first axis; a prefix may be there or not."""
     path = tmp_path / "model.safetensors"
     w = random(0, 12, 20)
-    write(path, {"h.0.c.weight": w})
+    write_arrays(path, {"h.0.c.weight": w})
     factors = pair("transformer.h.0.c", 20, 12)
     found = load(path, adapter(tmp_path / "a", factors, fan_in_fan_out=True))["h.0.c.weight"]
     a, b = factors.values()
@@ -119,7 +120,7 @@ def test_what_is_not_merged_is_refused_by_name(
     tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
     path = tmp_path / "model.safetensors"
-    write(path, {"m.weight": random(0, 20, 12)})
+    write_arrays(path, {"m.weight": random(0, 20, 12)})
     folder = adapter(tmp_path / "a", pair("m", 20, 12), **config)
     with pytest.raises(CheckpointError, match=named) as caught:
         load(path, folder)
@@ -146,7 +147,7 @@ def test_an_adapter_that_does_not_fit(
 ) -> None:
     """Named before anything is read of the checkpoint."""
     path = tmp_path / "model.safetensors"
-    write(path, {"m.weight": random(0, 20, 12), "i.weight": np.zeros((20, 12), np.int8)})
+    write_arrays(path, {"m.weight": random(0, 20, 12), "i.weight": np.zeros((20, 12), np.int8)})
     with pytest.raises(CheckpointError, match=message):
         load(path, adapter(tmp_path / "a", arrays))
     with pytest.raises(ValueError, match="list of paths"):
@@ -159,7 +160,7 @@ def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path, cached: str, written: s
     """Its configuration is looked for at the hub if the cache has the weights alone."""
     huggingface_hub = needs.module("huggingface_hub")
     path = tmp_path / "model.safetensors"
-    write(path, {"m.weight": random(0, 20, 12)})
+    write_arrays(path, {"m.weight": random(0, 20, 12)})
     folder = adapter(tmp_path / "a", pair("m", 20, 12))
     hub.add("me/lora", {each.name: each.read_bytes() for each in folder.iterdir()})
     if cached:
@@ -169,7 +170,7 @@ def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path, cached: str, written: s
 
 def test_errors_show_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    write(path, {"m.weight": random(0, 20, 12)})
+    write_arrays(path, {"m.weight": random(0, 20, 12)})
     for secret in ("https://me:se-cret@host/lora/", "https://host/lora/?signature=se-cret"):
         for given in (secret, [(secret, "1")], [[secret]], [(1.0, secret)]):
             with pytest.raises(ValueError, match="adapter") as caught:
@@ -204,7 +205,7 @@ def test_a_configuration_of_other_types_is_one_error(
     tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
     path = tmp_path / "model.safetensors"
-    write(path, {"m.weight": random(0, 20, 12), "e.weight": random(0, 20, 12)})
+    write_arrays(path, {"m.weight": random(0, 20, 12), "e.weight": random(0, 20, 12)})
     tokens = {f"{BASE}e.token_adapter.trainable_tokens_delta": random(1, 2, 12)}
     arrays = pair("m", 20, 12) | (tokens if "trainable_token_indices" in config else {})
     folder = adapter(tmp_path / "a", arrays, **config)
@@ -221,7 +222,7 @@ def test_a_regex_of_the_file_ends(
 ) -> None:
     """One that takes exponential time, and more patterns than can be matched."""
     path, module = tmp_path / "model.safetensors", "a" * 40
-    write(path, {f"{module}.weight": random(0, 20, 12)})
+    write_arrays(path, {f"{module}.weight": random(0, 20, 12)})
     monkeypatch.setattr(patterns, "_MOST_SECONDS", 1.0)
     for number, regexes in enumerate((["(a+)+b"], [f"{'.' * 200}{i}" for i in range(100_000)])):
         pattern = dict.fromkeys(regexes, 4)
@@ -253,7 +254,7 @@ def test_the_rank_of_factors_is_that_of_the_configuration(tmp_path: Path) -> Non
     """The scale is alpha by rank: rank 8 under ``r: 2`` is refused; ``rank_pattern`` may say 8."""
     path = tmp_path / "model.safetensors"
     w = random(0, 20, 12)
-    write(path, {"h.m.weight": w})
+    write_arrays(path, {"h.m.weight": w})
     factors = pair("h.m", 20, 12, rank=8)
     with pytest.raises(CheckpointError, match="another rank") as caught:
         load(path, adapter(tmp_path / "a", factors, r=2))

@@ -15,9 +15,9 @@ import ml_dtypes
 import needs
 import numpy as np
 import pytest
-from quant_loads_helpers import CODES, LAYERS, NAMES, Array, found_in, load, matrix, model, write
+from quant_loads_helpers import LAYERS, NAMES, Array, found_in, load, matrix, model, write
 from recording import Faults, RecordingDevice
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays
 from stream_helpers import Run, prepare
 from thread_group import World, run
 
@@ -26,7 +26,7 @@ from streamload import RowRange, Source
 from streamload.cli import main
 from streamload.codecs.llvm import lack
 from streamload.codecs.scheme import SCHEMES
-from streamload.core.dtypes import BY_CODE, BY_NAME
+from streamload.core.dtypes import BY_NAME
 from streamload.core.tensors import RowTranspose
 from streamload.errors import (
     FileChangedError,
@@ -52,7 +52,7 @@ def any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(name: str, array: Array, format_name: str) -> dict[str, bytes]:
-    src = BY_CODE[CODES[array.dtype.name]]
+    src = BY_NAME[array.dtype.name]
     made = SCHEMES[format_name].of(array.shape, src)
     encoder = made.encoder(src, "numpy")
     codes = bytearray(made.parts[0].nbytes)
@@ -502,9 +502,7 @@ def test_blocks_that_streamload_wrote_are_dequantised(tmp_path: Path, format: st
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((8, 64)).astype(np.float32)
     name = "model.layers.0.q_proj.weight"
-    write_safetensors(
-        tmp_path / "in" / "model.safetensors", {name: ("F32", weight.shape, weight.tobytes())}
-    )
+    write_arrays(tmp_path / "in" / "model.safetensors", {name: weight})
     streamload.convert(tmp_path / "in", tmp_path / "q", quant=format, progress=False)
     streamload.convert(tmp_path / "q", tmp_path / "out", dtype="float32", progress=False)
     found = streamload.open_checkpoint(tmp_path / "out")[name]
@@ -522,7 +520,7 @@ def test_another_format_on_a_reload_is_refused(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])})
     path = tmp_path / "model.safetensors"
     values = {n: t.numpy() for n, t in model.state_dict().items()}
-    write_safetensors(path, {n: ("F32", a.shape, a.tobytes()) for n, a in values.items()})
+    write_arrays(path, values)
     for format in ("q8_0", "q8_0", None):
         streamload.load_state_dict(model, path, quant=format, progress=False)
     kept = model["layers"][0].state_dict()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from boxes import Boxes
 from parameters import few
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays
 
 needs.module("tinygrad")
 
@@ -140,12 +140,7 @@ def write(
     }
     if emb is not None:
         tensors["emb.weight"] = emb
-    folder.mkdir(exist_ok=True)
-    code = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
-    write_safetensors(
-        folder / "model.safetensors",
-        {name: (code, array.shape, array.tobytes()) for name, array in tensors.items()},
-    )
+    write_arrays(folder / "model.safetensors", tensors)
     return folder
 
 

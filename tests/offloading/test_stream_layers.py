@@ -12,7 +12,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays, write_safetensors
 
 import streamload
 from streamload.errors import CheckpointError, OffloadError, PlanInfeasibleError
@@ -38,10 +38,7 @@ def arrays(seed: int = 0, tied: bool = False) -> dict[str, np.ndarray[Any, Any]]
 
 
 def write(folder: Path, tied: bool = False) -> Path:
-    folder.mkdir(exist_ok=True)
-    found = arrays(tied=tied).items()
-    tensors = {name: ("F32", a.shape, a.tobytes()) for name, a in found}
-    write_safetensors(folder / "model.safetensors", tensors)
+    write_arrays(folder / "model.safetensors", arrays(tied=tied))
     if tied:
         (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     return folder

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from load_helpers import CODES, write
-from safetensors_files import write_safetensors
+from load_helpers import write
+from safetensors_files import write_arrays
 
 import streamload
 from streamload import RowRange, Source
@@ -327,10 +327,7 @@ def test_layouts(tmp_path: Path, device: str, chunk_nbytes: int, dtype: str) -> 
     second = {"e0": EXPERTS[0], "e2": EXPERTS[2], "row": np.arange(4, dtype=np.float32)[None]}
     second["none"] = np.zeros((3, 0), np.float32)
     for number, tensors in enumerate((first, second)):
-        write_safetensors(
-            tmp_path / f"{number}.safetensors",
-            {n: (CODES[a.dtype], a.shape, a.tobytes()) for n, a in tensors.items()},
-        )
+        write_arrays(tmp_path / f"{number}.safetensors", tensors)
     mapping = {name: source for name, (source, _) in LAYOUTS.items()}
     options = {"chunk_nbytes": chunk_nbytes, "dtype": dtype, "progress": False}
     report = streamload.load_state_dict(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from plan_helpers import device_spec, plan_of
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays, write_safetensors
 
 import streamload
 from streamload.checkpoint.open import Checkpoint
@@ -54,10 +54,7 @@ def write(path: Path, **tensors: Sequence[float]) -> Checkpoint:
     import numpy as np
 
     raw = {n.replace("__", "."): np.array(v, np.float32) for n, v in tensors.items()}
-    file = write_safetensors(
-        path / "model.safetensors", {n: ("F32", a.shape, a.tobytes()) for n, a in raw.items()}
-    )
-    return streamload.open_checkpoint(file)
+    return streamload.open_checkpoint(write_arrays(path / "model.safetensors", raw))
 
 
 def matched(checkpoint: Checkpoint, *parameters: Any, keep_on: Any = (), **more: Any) -> Match:

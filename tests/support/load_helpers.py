@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays
 
 import streamload
-from streamload.core.dtypes import BY_CODE
 
 Array = np.ndarray[Any, Any]
-
-CODES = {dtype.numpy: code for code, dtype in BY_CODE.items() if dtype.numpy is not None}
 
 
 def write(
     folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any] | None = None
 ) -> Path:
-    raw = {n: (CODES[a.dtype], a.shape, a.tobytes()) for n, a in tensors.items()}
-    write_safetensors(folder / "model.safetensors", raw, align=8)
+    write_arrays(folder / "model.safetensors", tensors, align=8)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -8,17 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays
 
 Array = np.ndarray[Any, Any]
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
 BASE = "base_model.model."
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "use_dora": False}
-
-
-def write(path: Path, arrays: Mapping[str, Array]) -> None:
-    tensors = {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in arrays.items()}
-    write_safetensors(path, tensors)
 
 
 def random(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
@@ -27,7 +21,7 @@ def random(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
 
 
 def adapter(folder: Path, arrays: Mapping[str, Array], **config: Any) -> Path:
-    write(folder / "adapter_model.safetensors", arrays)
+    write_arrays(folder / "adapter_model.safetensors", arrays)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     return folder
 

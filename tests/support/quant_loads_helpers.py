@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from quant_kernels_helpers import SEARCHED
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays
 
 import streamload
 from streamload.codecs.scheme import SCHEMES
@@ -16,18 +16,15 @@ from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
 
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-
 #: Formats that hold rows of 64 elements; the others are like q4_0, which holds blocks, too.
 NAMES = tuple(name for name in SCHEMES if name not in SEARCHED)
 
 
 def write(path: Path, arrays: Mapping[str, Array], shards: int = 1) -> Path:
     """A folder of these arrays, in files by turns."""
-    found = {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in arrays.items()}
     for shard in range(shards):
-        mine = dict(list(found.items())[shard::shards])
-        write_safetensors(path / f"{shard}.safetensors", mine)
+        mine = dict(list(arrays.items())[shard::shards])
+        write_arrays(path / f"{shard}.safetensors", mine)
     return path
 
 

@@ -7,8 +7,12 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from streamload.core.dtypes import BY_CODE
+
+#: By the dtype of numpy.
+CODES = {dtype.numpy: code for code, dtype in BY_CODE.items() if dtype.numpy is not None}
 
 
 def header_bytes(header: object, *, pad_nbytes: int = 0) -> bytes:
@@ -44,6 +48,12 @@ def write_safetensors(
         for _, _, data in tensors.values():
             file.write(data)
     return path
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any], **options: Any) -> Path:
+    """Write arrays of numpy in their own dtypes; options are those of `write_safetensors`."""
+    tensors = {n: (CODES[a.dtype], a.shape, a.tobytes()) for n, a in arrays.items()}
+    return write_safetensors(path, tensors, **options)
 
 
 def write_sparse(path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Path:

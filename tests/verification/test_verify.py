@@ -13,7 +13,7 @@ import ml_dtypes
 import needs
 import numpy as np
 import pytest
-from safetensors_files import write_safetensors
+from safetensors_files import write_arrays, write_safetensors
 
 import streamload
 from streamload import RowRange, Source, open_checkpoint
@@ -82,8 +82,7 @@ def test_a_byte_in_the_memory_of_a_device(tmp_path: Path, device: str) -> None:
 def test_a_difference_beyond_the_first_block(tmp_path: Path) -> None:
     """Elements are counted over the blocks in which a tensor is compared."""
     values = np.arange(5_000_000, dtype=np.uint16)
-    tensors = {"w": ("U16", values.shape, values.tobytes())}
-    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    path = write_arrays(tmp_path / "m.safetensors", {"w": values})
     report = streamload.load_state_dict(None, path, device="host", progress=False)
     report.state_dict["w"][4_500_001] += 1
     (found,) = verify(report, open_checkpoint(path))
@@ -128,8 +127,7 @@ def test_into_a_model(tmp_path: Path) -> None:
 def test_values_out_of_range(tmp_path: Path, out_of_range: Any) -> None:
     """What was clamped is compared with what is clamped."""
     data = np.array([1e6, -1e30, np.inf, np.nan, 3], np.float32)
-    tensors = {"w": ("F32", data.shape, data.tobytes())}
-    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    path = write_arrays(tmp_path / "m.safetensors", {"w": data})
     report = load(path, dtype="float16", out_of_range=out_of_range)
     assert verify(report, open_checkpoint(path)) == []
     report.state_dict["w"][0] = np.inf if out_of_range == "clamp" else 65504
@@ -162,9 +160,8 @@ def test_sources_put_together_and_permuted(tmp_path: Path) -> None:
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """Comparing a tensor of 300 MB takes less than 40 MB beside it."""
     values = np.ones(75_000_000, np.float32)
-    tensors = {"w": ("F32", values.shape, values.tobytes())}
-    path = write_safetensors(tmp_path / "m.safetensors", tensors)
-    del values, tensors
+    path = write_arrays(tmp_path / "m.safetensors", {"w": values})
+    del values
     code = (
         "import resource, sys, streamload\n"
         "from streamload.verification.verify import verify\n"
@@ -212,8 +209,7 @@ def test_codes_of_cuda_are_those_of_a_near_reciprocal(tmp_path: Path, format: st
     scales = np.random.default_rng(1).uniform(0.5, 2, (512, 1)).astype(np.float32)
     x[:, ::2] = scales * np.float32(0.8833333) if format == "fp4" else scales * np.float32(0.5)
     x[:, ::64] = scales
-    tensors = {"l.0.w.weight": ("F32", x.shape, x.tobytes())}
-    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    path = write_arrays(tmp_path / "m.safetensors", {"l.0.w.weight": x})
     report = streamload.load_state_dict(None, path, device="host", quant=format, progress=False)
     (p,) = (p for p in report.plan.placements if p.coding is not None and not p.coding.part)
     assert p.coding is not None
