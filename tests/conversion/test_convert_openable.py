@@ -13,8 +13,7 @@ import needs
 import pytest
 from conversions import quiet as convert
 from transformers_quantized_helpers import load, logits, needs_library, plain, quiet, reference
-from transformers_quantizing_helpers import error, make
-from transformers_saving_helpers import said_in
+from transformers_quantizing_helpers import error, make, said_in
 
 import streamload
 from streamload.conversion import openable

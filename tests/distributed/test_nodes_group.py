@@ -23,6 +23,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from distributed_helpers import environment
 from nodes_group_helpers import Rank
 
 from streamload.distributed import store as stores
@@ -35,14 +36,6 @@ ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 BODY = str(SUPPORT / "nodes_body.py")
 END_S = 120.0
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what a launcher says."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:

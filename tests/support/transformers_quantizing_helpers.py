@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,7 @@ def make(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
 
 def error(found: Any, expected: Any) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def said_in(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text()).get("quantization_config")

@@ -20,9 +20,8 @@ from streamload.errors import StateDictMismatchError
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
-from families_helpers import AUDIO  # noqa: E402
 from models_page import rows  # noqa: E402
-from transformers_helpers import GROUPED, MODELS, SMALL, assert_same_bits  # noqa: E402
+from transformers_helpers import AUDIO, GROUPED, MODELS, SMALL, assert_same_bits  # noqa: E402
 
 TOKENS = [[3, 14, 15, 9, 26, 5, 35]]
 MOE: dict[str, Any] = {**GROUPED, "head_dim": 8, "num_experts_per_tok": 2}

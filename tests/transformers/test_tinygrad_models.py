@@ -27,11 +27,10 @@ needs.module("tinygrad")
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
-from families_helpers import AUDIO  # noqa: E402
 from models_page import rows  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 from tinygrad import Context, Tensor, nn  # noqa: E402
-from transformers_helpers import GROUPED, MODELS, SMALL  # noqa: E402
+from transformers_helpers import AUDIO, GROUPED, MODELS, SMALL  # noqa: E402
 
 import streamload  # noqa: E402
 from streamload.errors import StateDictMismatchError  # noqa: E402

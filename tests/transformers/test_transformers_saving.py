@@ -13,7 +13,7 @@ from typing import Any
 import needs
 import pytest
 from transformers_quantized_helpers import load, logits, needs_library, plain, quiet, raw, reference
-from transformers_quantizing_helpers import EXPERTS, error, make
+from transformers_quantizing_helpers import EXPERTS, error, make, said_in
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -21,7 +21,6 @@ transformers = needs.module("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.integrations.peft import MIN_PEFT_VERSION  # noqa: E402
 from transformers.utils.peft_utils import check_peft_version  # noqa: E402
-from transformers_saving_helpers import said_in  # noqa: E402
 
 import streamload  # noqa: E402
 from streamload.devices.torch.quantized import Coded  # noqa: E402
