@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -451,42 +452,45 @@ print(json.dumps(out))
 """
 
 
-@pytest.fixture
-def box() -> Iterator[tuple[Path, Path]]:
-    """A memory cgroup of BOX_NBYTES below this process's own: (its folder, its usage file)."""
-    own = dict.fromkeys(("memory", ""), "/")
+@contextmanager
+def own_group(controller: str, *limits: tuple[str, str]) -> Iterator[tuple[Path, int]]:
+    """A cgroup below this process's own, by v1 or by v2: its folder, and the number of its limit.
+
+    ``limits`` are the files of either, and what is written there.
+    """
+    own = dict.fromkeys((controller, ""), "/")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         own |= dict.fromkeys(controllers.split(","), path)
-    layouts = (
-        (f"/sys/fs/cgroup/memory{own['memory']}", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        (f"/sys/fs/cgroup{own['']}", "memory.max", "memory.current"),
-    )
+    parents = (f"/sys/fs/cgroup/{controller}{own[controller]}", f"/sys/fs/cgroup{own['']}")
     reasons = []
-    for parent, limit, usage in layouts:
-        folder = Path(parent) / f"streamload-test-{os.getpid()}"
+    for number, (parent, (file, text)) in enumerate(zip(parents, limits, strict=True)):
+        folder = Path(parent) / f"streamload-{controller}-{os.getpid()}"
         try:
             folder.mkdir()
         except OSError as error:
             reasons.append(str(error))
             continue
         try:
-            (folder / limit).write_text(str(BOX_NBYTES))
-            (folder / "cgroup.procs").read_text()
-        except OSError as error:  # v2 where memory is not delegated
+            try:
+                (folder / file).write_text(text)
+                (folder / "cgroup.procs").read_text()
+            except OSError as error:  # v2 where the controller is not delegated
+                reasons.append(str(error))
+                continue
+            yield folder, number
+            return
+        finally:
             folder.rmdir()
-            reasons.append(str(error))
-            continue
-        yield folder, folder / usage
-        folder.rmdir()
-        return
-    pytest.skip(f"no memory cgroup can be made here: {'; '.join(reasons)}")
+    pytest.skip(f"no {controller} cgroup can be made here: {'; '.join(reasons)}")
 
 
-def test_inside_a_real_cgroup(box: tuple[Path, Path], tmp_path: Path) -> None:
+def test_inside_a_real_cgroup(tmp_path: Path) -> None:
     """A box limits what is available; page cache does not take from it, memory in use does."""
-    folder, usage = box
-    found = json.loads(forked.fresh(CHILD, folder / "cgroup.procs", tmp_path / "data", usage))
+    limits = (("memory.limit_in_bytes", str(BOX_NBYTES)), ("memory.max", str(BOX_NBYTES)))
+    with own_group("memory", *limits) as (folder, number):
+        usage = folder / ("memory.usage_in_bytes", "memory.current")[number]
+        found = json.loads(forked.fresh(CHILD, folder / "cgroup.procs", tmp_path / "data", usage))
     slack_nbytes = 16 * 10**6  # the interpreter, counters kept per CPU, pages under writeback
     assert BOX_NBYTES - 100 * 10**6 < found["start"] < BOX_NBYTES
     if found["cached_usage"] - found["start_usage"] < 100 * MIB:
@@ -583,42 +587,10 @@ print(available_cpus())
 """
 
 
-def cpu_box(quota_us: int) -> tuple[Path, list[str]]:
-    """A cpu cgroup of this process's own, and what stood in the way of one."""
-    own = dict.fromkeys(("cpu", ""), "/")
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
-    reasons = []
-    for parent, limit, text in (
-        (f"/sys/fs/cgroup/cpu{own['cpu']}", "cpu.cfs_quota_us", f"{quota_us}"),
-        (f"/sys/fs/cgroup{own['']}", "cpu.max", f"{quota_us} 100000"),
-    ):
-        folder = Path(parent) / f"streamload-cpu-{os.getpid()}"
-        try:
-            folder.mkdir()
-        except OSError as error:
-            reasons.append(str(error))
-            continue
-        try:
-            (folder / limit).write_text(text)
-            return folder, []
-        except OSError as error:  # v2 where the controller is not delegated
-            folder.rmdir()
-            reasons.append(str(error))
-    return Path(), reasons
-
-
 def test_cpus_inside_a_real_cgroup() -> None:
     """A group with the time of one CPU has one, whatever the machine has."""
-    folder, reasons = cpu_box(100_000)
-    if reasons:
-        pytest.skip(f"no cpu cgroup can be made here: {'; '.join(reasons)}")
-    try:
-        said = forked.fresh(IN_CPU_BOX, folder / "cgroup.procs")
-    finally:
-        folder.rmdir()
-    assert said == "1\n"
+    with own_group("cpu", ("cpu.cfs_quota_us", "100000"), ("cpu.max", "100000 100000")) as group:
+        assert forked.fresh(IN_CPU_BOX, group[0] / "cgroup.procs") == "1\n"
 
 
 # --- Ledger ---------------------------------------------------------------------------------------
