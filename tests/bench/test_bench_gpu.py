@@ -116,9 +116,7 @@ def test_eight_bits_are_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_copies_give_everything_back(tmp_path: Path) -> None:
     folder = cuda_stand_in.build(tmp_path).parent
-    cuda_stand_in.run(
-        folder,
-        """
+    code = """
 import ctypes
 from streamload.bench import limits
 from streamload.bench.processes import device_meter
@@ -140,5 +138,5 @@ context = limits.Context.primary("cuda:1", 1)
 with context.current():
     assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(2**20)) == 0
 assert used_nbytes() - before == 2**20
-""",
-    )
+"""
+    cuda_stand_in.run(folder, code)

@@ -87,10 +87,7 @@ def run(driver: Path, path: Path, code: str) -> None:
 
 def test_what_is_read_again_is_copied_from_locked_pages(driver: Path, path: Path) -> None:
     """With other tables that are not locked yet, to other addresses; and nothing is read then."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 slots = count("registered")
 run(["one"], 0)
 assert not memory.LOCKED.nbytes
@@ -106,16 +103,13 @@ lanes = [*refiller._team._lanes][3::4]
 run(["three", "two", "one"], 0)
 assert [*refiller._team._lanes][7::4] == lanes[1:]  # the other threads were not woken
 end()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_what_may_not_or_cannot_be_locked_is_read(driver: Path, path: Path) -> None:
     """A reader that drops pages, too little memory, or a driver that refuses."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 slots = count("registered")
 for shift in range(3):
     run(["one"], shift, locks=False)
@@ -129,15 +123,12 @@ for shift in range(3):
     run(["one", "two"], shift)
 assert count("registered") == slots and not memory.LOCKED.nbytes
 end()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_copies_wait_for_work_of_other_streams(driver: Path, path: Path) -> None:
-    run(
-        driver,
-        path,
-        """
+    code = """
 from types import SimpleNamespace
 from streamload.devices.cuda import Event, PinnedStaging
 zeros, stream = PinnedStaging(context, 300_000), ctypes.c_void_p()
@@ -165,15 +156,12 @@ with context.current():
 del event, work, mark
 zeros.close()
 end()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_pages_are_unlocked_when_memory_is_short(driver: Path, path: Path) -> None:
-    run(
-        driver,
-        path,
-        """
+    code = """
 slots = count("registered")
 for shift in range(3):
     run(["one", "two"], shift)
@@ -185,16 +173,13 @@ run(["one", "two"], 0)
 assert count("registered") == slots + 1 and memory.LOCKED.nbytes < 350_000
 run(["one", "two"], 77)
 end()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_small_copies_are_read_into_slots_that_are_as_small(driver: Path, path: Path) -> None:
     """Reads that follow each other, in the file and on the device, would make a larger copy."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 cuda_copies._LEAST_NBYTES = 2**18
 PIECES["long"] = [(at, 60_000, 700_000 + at) for at in range(0, 240_000, 60_000)]
 PIECES["long"] += [(400_000, 300_000, 1_200_000)]
@@ -218,15 +203,12 @@ assert len(few._locked.find(reads).small.rows) == 4
 few.close()
 mark = None
 end()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_descriptors_that_run_out_are_no_failure(driver: Path, path: Path) -> None:
-    run(
-        driver,
-        path,
-        """
+    code = """
 import resource
 for each in PIECES:
     run([each], 0)
@@ -238,5 +220,5 @@ assert not memory.LOCKED.nbytes
 before = len(os.listdir("/proc/self/fd"))
 end()
 assert len(os.listdir("/proc/self/fd")) <= before
-""",
-    )
+"""
+    run(driver, path, code)

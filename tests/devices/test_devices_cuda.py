@@ -95,22 +95,18 @@ def call(name, *arguments):
 
 
 def test_a_device_that_is_not_there_is_named(driver: Path) -> None:
-    _run(
-        driver,
-        """
+    code = """
 try:
     cuda.Context.primary("cuda:9", 9)
     sys.exit("not refused")
 except DeviceError as error:
     assert "cuda:9" in str(error) and "cuDeviceGet: the stand-in refuses" in str(error), error
-""",
-    )
+"""
+    _run(driver, code)
 
 
 def test_bytes_of_a_slot_are_copied_and_all_is_given_back(driver: Path) -> None:
-    _run(
-        driver,
-        """
+    code = """
 slot, memory = cuda.PinnedStaging(context, 1000), bulk.memory(2000)
 assert memory.read(0, 2000) == bytes(2000)
 slot.view[:] = bytes(range(250)) * 4
@@ -122,14 +118,12 @@ assert memory.read(3, 8) == out[3:8]
 for closed in (slot, slot, memory, memory):
     closed.close()
 check_clean()
-""",
-    )
+"""
+    _run(driver, code)
 
 
 def test_memory_that_cannot_be_had_is_given_back(driver: Path) -> None:
-    _run(
-        driver,
-        """
+    code = """
 count("locks_left").value = 0
 try:
     cuda.PinnedStaging(context, 2**21)
@@ -142,14 +136,12 @@ try:
 except AllocationError as error:
     assert error.nbytes == 2**40 and "cuMemAlloc: out of memory" in str(error), error
 check_clean()
-""",
-    )
+"""
+    _run(driver, code)
 
 
 def test_many_reads_and_copies_in_one_call(driver: Path) -> None:
-    _run(
-        driver,
-        """
+    code = """
 data = os.urandom(10_000)
 memory = bulk.memory(10_000)
 slots = [cuda.PinnedStaging(context, 1000) for _ in range(2)]
@@ -164,14 +156,12 @@ for slot in slots:
 assert memory.read(0, 10_000) == data
 memory.close()
 check_clean()
-""",
-    )
+"""
+    _run(driver, code)
 
 
 def test_threads_fill_buffers_again_and_again(driver: Path) -> None:
-    _run(
-        driver,
-        """
+    code = """
 from streamload.devices.base import ReadTable
 data = os.urandom(100_000)
 memory = bulk.memory(200_000)
@@ -208,14 +198,12 @@ try:
 except AllocationError as error:
     assert "cuMemHostRegister" in str(error), error
 check_clean()
-""",
-    )
+"""
+    _run(driver, code)
 
 
 def test_what_was_copied_is_cast_on_the_device(driver: Path) -> None:
-    _run(
-        driver,
-        """
+    code = """
 F32, F16, BF16 = (BY_CODE[code] for code in ("F32", "F16", "BF16"))
 kernels = cuda_stand_in.Kernels(driver, [(BF16, F16), (F16, F32)])
 narrow, widen = bulk.kernel(BF16, F16, True), bulk.kernel(F16, F32, False)
@@ -246,5 +234,5 @@ assert struct.unpack("<6Q", memory.read(1024, 1072)) == (2, 1, 3, 0, 0, 0)
 slot.close()
 memory.close()
 check_clean()
-""",
-    )
+"""
+    _run(driver, code)

@@ -96,10 +96,7 @@ def run(driver: Path, path: Path, code: str, **variables: str) -> None:
 
 
 def test_a_load_is_exact_and_leaves_nothing_behind(driver: Path, path: Path) -> None:
-    run(
-        driver,
-        path,
-        """
+    code = """
 Device["CUDA"]
 problems = []
 
@@ -132,8 +129,8 @@ thread.join()
 for problem in problems:
     raise problem
 check_clean()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 WAYS: dict[str, dict[str, str]] = {"auto": {}, "direct": {"reader": "direct"}}
@@ -141,10 +138,7 @@ WAYS: dict[str, dict[str, str]] = {"auto": {}, "direct": {"reader": "direct"}}
 
 def test_casts_and_ways_to_the_device_come_with_the_driver(driver: Path, path: Path) -> None:
     """Casts in the device's memory, and bytes through the page cache or past it."""
-    run(
-        driver,
-        path,
-        f"""
+    code = f"""
 import warnings
 import cuda_stand_in
 from streamload.core.dtypes import BF16, F16, F32
@@ -168,8 +162,8 @@ for way in {list(WAYS.values())}:
         ours.FRAMEWORK.device("CUDA").trim()
         assert used() == 0
         check_clean()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_a_cast_that_the_driver_refuses_is_the_hosts(driver: Path, path: Path) -> None:
@@ -177,10 +171,7 @@ def test_a_cast_that_the_driver_refuses_is_the_hosts(driver: Path, path: Path) -
 
     Where the device is to cast, it is an error.
     """
-    run(
-        driver,
-        path,
-        """
+    code = """
 import warnings
 import cuda_stand_in
 from streamload.core.dtypes import BF16, F32
@@ -206,8 +197,8 @@ report = load(None, device="CUDA", cast="device", dtype="float32")
 assert {p.cast for p in report.plan.placements} == {"copy", "device"} and not report.notes
 ours.FRAMEWORK.device("CUDA").trim()  # what the reports before held
 check_clean()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_a_device_that_nobody_looks_at_is_planned_as_cuda(path: Path) -> None:
@@ -230,10 +221,7 @@ def test_a_device_that_nobody_looks_at_is_planned_as_cuda(path: Path) -> None:
 
 
 def test_weights_are_written_in_place_or_replaced(driver: Path, path: Path) -> None:
-    run(
-        driver,
-        path,
-        """
+    code = """
 bits = expected()
 model = {
     "large": Tensor.empty(300_001, dtype=dtypes.bfloat16, device="CUDA"),
@@ -258,16 +246,13 @@ for name in model:
 assert used() == sum(len(bits[name]) for name in model)
 check_clean()
 assert (model["odd"].numpy().tobytes()) == bits["odd"]
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_two_devices_have_their_own_contexts(driver: Path, path: Path) -> None:
     """Each tensor lies where the plan put it, and is freed there."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 other = ctypes.c_void_p(1)
 driver.cuDevicePrimaryCtxRetain(ctypes.byref(other), 0)
 driver.cuCtxSetCurrent(other)  # somebody else's
@@ -292,16 +277,13 @@ for index, device in enumerate(("CUDA", "CUDA:1")):
     assert used(index) == 0
 check_clean()
 assert count("contexts_made").value == 2
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_a_device_says_what_it_has_and_keeps_what_is_in_use(driver: Path, path: Path) -> None:
     """Memory comes from the driver's own numbers; what kernels may still use is waited for."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 device = ours.FRAMEWORK.device("cuda:0")
 assert type(device) is ours._CUDADevice and device.name == "CUDA"
 info = device.info
@@ -339,16 +321,13 @@ try:
 except AllocationError as error:
     assert error.nbytes == 2**31 and "Allocation of" in str(error), error
 check_clean()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_a_load_that_fails_leaves_nothing_under_way(driver: Path, path: Path) -> None:
     """A copy that is refused, and memory that is short: every parameter in a stated condition."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 count("copies_left").value = 5
 model = {"large": Tensor.empty(300_001, dtype=dtypes.bfloat16, device="CUDA"),
          "whole": Tensor.empty(65536, dtype=dtypes.bfloat16, device="CUDA")}
@@ -375,16 +354,13 @@ except AllocationError as error:
     assert "odd" in str(error) and error.nbytes == 210_003, error
 assert used() == held
 check_clean()
-""",
-    )
+"""
+    run(driver, path, code)
 
 
 def test_without_a_cache_memory_is_freed_in_its_context(driver: Path, path: Path) -> None:
     """LRU=0: tinygrad then frees as soon as it lets go, in whatever context is current."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 model = {"whole": Tensor(np.ones(65536, np.float32), device="CUDA").realize()}
 Device["CUDA"].synchronize()
 driver.cuCtxSetCurrent(None)
@@ -392,36 +368,28 @@ load(model, strict=False)
 assert memory(model["whole"]) == expected()["whole"] and used() == 2 * 65536
 check_clean()
 os._exit(0)  # what is freed at exit is tinygrad's own affair
-""",
-        LRU="0",
-    )
+"""
+    run(driver, path, code, LRU="0")
 
 
 def test_a_driver_of_another_name_is_used_through_tinygrad(path: Path, tmp_path: Path) -> None:
     """As on Windows: the generic way, as exact, one copy after the other."""
     library = cuda_stand_in.build(tmp_path, "libother.so")
     (tmp_path / "libcuda.so.1").write_text("no library, in the place of a real driver's")
-    run(
-        tmp_path,
-        path,
-        """
+    code = """
 device = ours.FRAMEWORK.device("CUDA")
 assert type(device) is ours._OffsetDevice and device.bulk is None and device.info.threads == 0
 report = load(None, device="CUDA")
 for name, data in expected().items():
     assert not data or memory(report.state_dict[name]) == data, name
 check_clean()
-""",
-        CUDA_PATH=str(library),
-    )
+"""
+    run(tmp_path, path, code, CUDA_PATH=str(library))
 
 
 def test_cold_files_are_read_by_few_threads_into_long_slots(driver: Path, path: Path) -> None:
     """Past the page cache, by two of 16 MiB at most, unless others are asked for; else 8 MiB."""
-    run(
-        driver,
-        path,
-        """
+    code = """
 direct, pread = (
     streamload.plan(path, device="CUDA", reader=reader)
     for reader in ("direct", "pread")
@@ -430,5 +398,5 @@ assert direct.threads <= 2 and 15 * 2**20 <= direct.chunk_nbytes <= 2**24, direc
 assert pread.chunk_nbytes <= 2**23, pread
 asked = streamload.plan(path, device="CUDA", reader="direct", threads=4)
 assert asked.threads == 4 and asked.host_nbytes <= 2**26, asked
-""",
-    )
+"""
+    run(driver, path, code)

@@ -476,7 +476,11 @@ RACE = """
 """
 
 
-def race(path: Path, runs: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("runs", "seed"),
+    [(40, 1), *(pytest.param(300, n, marks=pytest.mark.slow) for n in range(2, 6))],
+)
+def test_races(path: Path, runs: int, seed: int) -> None:
     """Load a file again and again that another process changes and mends all the time.
 
     It goes on until there were so many loads and both ends were seen, however slow the machine.
@@ -511,17 +515,6 @@ def race(path: Path, runs: int, seed: int) -> None:
         child.kill()
         child.wait()
     assert all(seen.values()), seen
-
-
-def test_a_few_races(path: Path) -> None:
-    race(path, runs=40, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 6))
-def test_many_races(path: Path, seed: int) -> None:
-    """Hundreds of them."""
-    race(path, runs=300, seed=seed)
 
 
 @pytest.mark.slow

@@ -147,34 +147,23 @@ def test_ten_budgets(saved: Saved) -> None:
                 assert not found.experts
 
 
-def test_the_grouped_implementation(saved: Saved) -> None:
-    """Where a configuration names "grouped_mm", which is usual, logits are those of that."""
-    saved.config._experts_implementation = "grouped_mm"
-    try:
-        wanted, least = logits(saved.resident()), saved.least
-        for budget in (least, least + 150_000, (least + saved.nbytes) // 2):
-            with saved.offloaded(budget) as (model, offloaded):
-                assert offloaded.plan.residency.experts
+@pytest.mark.parametrize("most", [None, 2, 1023])
+def test_the_grouped_implementation(
+    saved: Saved, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are those of "grouped_mm", also where its kernel takes groups of any slots."""
+    monkeypatch.setattr(saved.config, "_experts_implementation", "grouped_mm")
+    given = {}
+    if most is not None:
+        given["reader"] = "pread"
+        groups = "streamload.offloading.torch_experts._most_groups"
+        monkeypatch.setattr(groups, lambda module: most)
+    wanted, least = logits(saved.resident()), saved.least
+    for budget in (least, least + 150_000, (least + saved.nbytes) // 2):
+        with saved.offloaded(budget, **given) as (model, offloaded):
+            assert offloaded.plan.residency.experts
+            for _ in range(2):
                 assert torch.equal(logits(model), wanted), budget
-                assert torch.equal(logits(model), wanted), budget
-    finally:
-        saved.config._experts_implementation = "eager"
-
-
-@pytest.mark.parametrize("most", [2, 1023])
-def test_experts_in_one_kernel(saved: Saved, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a kernel takes groups of any slots, logits are the same: experts have no call each."""
-    saved.config._experts_implementation = "grouped_mm"
-    monkeypatch.setattr("streamload.offloading.torch_experts._most_groups", lambda module: most)
-    try:
-        wanted, least = logits(saved.resident()), saved.least
-        for budget in (least, least + 150_000, (least + saved.nbytes) // 2):
-            with saved.offloaded(budget, reader="pread") as (model, offloaded):
-                assert offloaded.plan.residency.experts
-                for _ in range(2):
-                    assert torch.equal(logits(model), wanted), budget
-    finally:
-        saved.config._experts_implementation = "eager"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
