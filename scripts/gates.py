@@ -347,8 +347,7 @@ def vars_of(result: Any) -> Any:
 
 def outcome(call: Callable[[], Any], folder: Path) -> Any:
     """What a call gives, or the class and facts of its error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             return {"result": stable(call(), str(folder))}
         except Exception as error:

@@ -575,8 +575,7 @@ def test_transformers_opens_it(tmp_path: Path, name: str, tied: bool, max_shard_
     made.save_pretrained(tmp_path / "in")
     options = {"quant": name, "max_shard_size": max_shard_size}
     quiet(tmp_path / "in", tmp_path / "out", **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "out", device_map="cpu"
         )

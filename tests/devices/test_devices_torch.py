@@ -448,15 +448,13 @@ class Wrapped(torch.Tensor):  # type: ignore[misc, name-defined]
 
 def nested() -> Any:
     """A nested tensor of the old layout: it has no shape."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
 
 
 def quantized() -> Any:
     """A quantized tensor of torch's old kind."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)
 
 
@@ -632,8 +630,7 @@ def test_values_of_a_graph_are_released_without_a_warning() -> None:
     """A buffer that was computed, and is no leaf, is like any other; nothing is warned of."""
     module = nn.Module()
     module.register_buffer("scale", nn.Parameter(numbers(3)) * 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert parameter(module, "scale").release() == ""
 
 

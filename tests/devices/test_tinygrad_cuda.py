@@ -459,8 +459,7 @@ def test_the_device_holds_what_was_planned_and_no_more(large: Path) -> None:
             nonlocal least
             least = min(least, device.info.free_nbytes or 0)
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
             report = streamload.load_state_dict(
                 model, large, device="CUDA", budget="20GB", progress=sample, dtype=dtype
             )

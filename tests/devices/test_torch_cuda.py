@@ -132,8 +132,7 @@ def test_old_weights_go_first(tmp_checkpoint: Callable[..., Path], old: str) -> 
 @pytest.mark.parametrize("cast", ["llvm", "numpy", "device"])
 def test_every_cast_gives_the_same_bits(tmp_checkpoint: Callable[..., Path], cast: str) -> None:
     path = tmp_checkpoint(30_000_000, plant_extremes=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         report = streamload.load_state_dict(
             None, path, budget="1GB", device="cuda:0", dtype="float16", cast=cast
         )

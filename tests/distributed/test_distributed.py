@@ -1009,8 +1009,7 @@ def test_warnings_that_are_errors(tmp_path: Path) -> None:
 
     tensors = {n: ("F32", (2,), np.array([1e9, 1], np.float32).tobytes()) for n in "ab"}
     path = write_safetensors(tmp_path / "m.safetensors", tensors)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         found = run(World(2), load(path, split="balanced", dtype="float16"))
     assert set(kinds(found)) <= {"RuntimeWarning", "PeerFailedError"}
     assert "RuntimeWarning" in kinds(found)

@@ -525,8 +525,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 @given(raw=mutated())
 def test_mutated_files_are_valid_or_one_of_our_errors(raw: bytes, tmp_path: Path) -> None:
     """Nothing else comes out, whatever the bytes, and little memory is taken."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             checkpoint = opened(tmp_path / "model.gguf", raw)
         except CheckpointError:

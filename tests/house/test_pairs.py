@@ -1019,8 +1019,7 @@ def tried(root: Path, tmp_path: Path) -> Callable[[Case], str]:
         folder = tmp_path / str(next(folders))
         folder.mkdir()
         suggested.raised.clear()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 return run(case, root, folder)
             except Exception as error:

@@ -392,8 +392,7 @@ def test_out_of_range_as_an_error(tmp_path: Path) -> None:
 
 
 def test_no_warning_where_nothing_overflows(small: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         report = load(small, dtype="float16")
     assert report.counts["norm"].rounded == 1
 
@@ -508,10 +507,8 @@ def test_an_interrupt_when_all_is_done_has_its_notes(
     big = small.parent / "big"
     big.mkdir()
     write(big, {"w": np.full(4, 1e30, np.float32)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning) as caught:
-            load(big, dtype="float16")
+    with warnings.catch_warnings(action="error"), pytest.raises(RuntimeWarning) as caught:
+        load(big, dtype="float16")
     assert caught.value.__notes__ == ["parameters: 1 loaded (w); 0 untouched; 0 invalid"]
 
 

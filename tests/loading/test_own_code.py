@@ -109,8 +109,7 @@ class Adds(nn.Linear):
 
 def weight_norm() -> tuple[nn.Module, dict[str, Any]]:
     """What torch wrote of weight_norm before it was a parametrization."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         old = nn.Sequential(nn.utils.weight_norm(nn.Conv1d(3, 4, 2)), nn.BatchNorm1d(4))
     new = nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), nn.BatchNorm1d(4)

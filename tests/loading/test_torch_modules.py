@@ -266,8 +266,7 @@ def test_what_is_there_keeps_its_dtype_unless_asked(
     model = nn.Linear(5, 6).to(getattr(torch, kept))
     model.bias = nn.Parameter(model.bias.to("meta"))
     pointer = model.weight.data_ptr()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         report = load(model, folder, dtype=asked, device="cpu")
     weight = getattr(torch, kept if asked is None else saved if asked == "checkpoint" else asked)
     bias = getattr(torch, saved if asked in (None, "checkpoint") else asked)
@@ -709,8 +708,7 @@ def test_random_sequences_of_loads(tmp_path: Path, seed: int) -> None:
         with_grads,
     )
     for _ in range(12):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             generator.choice(steps)()
         folder = generator.choice(folders)
         dtype = generator.choice(("checkpoint", "float16", "float32", "bfloat16"))

@@ -415,8 +415,7 @@ def test_values_out_of_range_stop_the_stream_by_name(
     assert caught.value.tensor == "layers.3.0.bias"
     state = run.fail()
     assert "layers.3.0.bias" not in state.loaded
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         completes(run, made, dtype="float16")
 
 
@@ -504,8 +503,7 @@ def test_an_interrupt_at_any_operation_leaves_a_stated_condition(
             interrupted += 1
             run.fail()
             disk.faults = Faults()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
+            with warnings.catch_warnings(action="error"):
                 completes(run, raw, dtype=dtype)
         else:
             run.check_loaded()
