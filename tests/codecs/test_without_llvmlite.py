@@ -149,8 +149,7 @@ def test_the_commands_name_the_extra(tmp_path: Path) -> None:
 def test_cuda_copies_by_a_loop_in_python(tmp_path: Path) -> None:
     """The host casts, in numpy; the bytes are right, whatever `cast=` is but LLVM's."""
     folder = cuda_stand_in.build(tmp_path).parent
-    cuda_stand_in.run(
-        folder,
+    code = (
         _PRELUDE
         + """
 import ctypes
@@ -184,7 +183,6 @@ for cast in ("auto", "device", "numpy"):
 report = None
 for quant in ("int8", "q8_0"):
     load(dtype="float16", quant=quant)
-""",
-        tmp_path,
-        XDG_CACHE_HOME=str(tmp_path / "cache"),
+"""
     )
+    cuda_stand_in.run(folder, code, tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))

@@ -131,8 +131,7 @@ except PlanInfeasibleError as error:
 
 def test_memory_is_measured_before_each_allocation(driver: Path, path: Path) -> None:
     """Memory that others took since the plan, or that the driver does not give, is an error."""
-    cuda_stand_in.run(
-        driver,
+    code = (
         TINYGRAD
         + """
 left = []
@@ -159,15 +158,13 @@ size("lost_nbytes").value = 0
 size("used_nbytes").value = 0
 assert load(reader="pread").page_cache.startswith("dropped")
 assert load(reader="pread", page_cache="keep").page_cache.startswith("page_cache=")
-""",
-        path,
-        "",
+"""
     )
+    cuda_stand_in.run(driver, code, path, "")
 
 
 def test_torch_counts_as_tinygrad_does(driver: Path, path: Path) -> None:
-    cuda_stand_in.run(
-        driver,
+    code = (
         PRELUDE
         + """
 from contextlib import nullcontext
@@ -204,10 +201,9 @@ assert len(trimmed) == 2
 ctypes.c_int.in_dll(driver, "integrated").value = 0
 info = ours.CUDADevice("cuda:1").info
 assert not info.shared_memory and info.free_nbytes == 2**40 + cached, info
-""",
-        path,
-        "",
+"""
     )
+    cuda_stand_in.run(driver, code, path, "")
 
 
 def test_a_cgroup_limits_only_what_it_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:

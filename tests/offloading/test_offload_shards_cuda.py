@@ -126,8 +126,7 @@ def test_models_of_several_files(
     No model is offloaded if ``share``, of the bytes that it has whole, is None.
     """
     collect = "gc.collect()" if write is _nf4 else ""  # bitsandbytes' weights refer to modules
-    cuda_stand_in.run(
-        driver,
+    code = (
         PRELUDE
         + f"""
 options = dict({options})
@@ -159,17 +158,16 @@ for path in paths:
 if {share} is not None:  # it is open at exit
     model = from_pretrained(path, budget=budget, offload=True, **given, **options)
     assert torch.equal(models.logits(model), expected), path
-""",
-        *_paths(write(tmp_path / "whole"), shards),
+"""
     )
+    cuda_stand_in.run(driver, code, *_paths(write(tmp_path / "whole"), shards))
 
 
 @pytest.mark.parametrize(("options", "step"), [("", 9), ("dtype='float32'", 9), _slow("", 1)])
 def test_after_an_error_memory_is_free(
     options: str, step: int, driver: Path, tmp_path: Path
 ) -> None:
-    cuda_stand_in.run(
-        driver,
+    code = (
         PRELUDE
         + f"""
 from streamload.errors import DeviceError
@@ -204,15 +202,14 @@ for n in range(1, 60, {step}):
     del model
     assert not left(), (n, left())
 assert failed
-""",
-        *_paths(_bf16("llama")(tmp_path / "whole"), [4]),
+"""
     )
+    cuda_stand_in.run(driver, code, *_paths(_bf16("llama")(tmp_path / "whole"), [4]))
 
 
 @pytest.mark.parametrize("shards", [[3], _slow([1, 2, 4, 5])])
 def test_loops_over_several_files(shards: Sequence[int], driver: Path, tmp_path: Path) -> None:
-    cuda_stand_in.run(
-        driver,
+    code = (
         PRELUDE
         + """
 expected = load_file(whole / "model.safetensors")
@@ -231,6 +228,6 @@ for path in paths:
             assert found == expected.keys()
     del layers, tensors
     assert not left(), left()
-""",
-        *_paths(_bf16("llama")(tmp_path / "whole"), shards),
+"""
     )
+    cuda_stand_in.run(driver, code, *_paths(_bf16("llama")(tmp_path / "whole"), shards))

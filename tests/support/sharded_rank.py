@@ -31,7 +31,6 @@ IN, MIDDLE, OUT = 601, 1002, 777  # no axis divides by four ranks; tensor parall
 
 
 def model() -> nn.Module:
-    """Two layers, on the meta device."""
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(IN, MIDDLE), nn.ReLU(), nn.Linear(MIDDLE, OUT))
 
@@ -82,7 +81,6 @@ def runs(sharded: nn.Module, path: Path) -> None:
 
 
 def fsdp(path: Path, *, there: bool) -> None:
-    """FSDP2 over all ranks, on the meta device or in memory."""
     made = model()
     for layer in made:
         if isinstance(layer, nn.Linear):
@@ -116,7 +114,6 @@ def both(path: Path, *, there: bool) -> None:
 
 
 def tensors(path: Path) -> None:
-    """A dict of DTensors, of all axes; casts; what is no block."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = load_file(path)
     for placements in ([Shard(1), Shard(0)], [Shard(1), Shard(1)], [Replicate(), Shard(1)]):

@@ -49,7 +49,6 @@ def bytes_of(model: Any) -> dict[str, Any]:
 
 
 def contents_of(model: Any) -> dict[str, Any]:
-    """The bytes of a state, without shapes."""
     return {name: raw(tensor)[-1] for name, tensor in model.state_dict().items()}
 
 
