@@ -75,8 +75,7 @@ def records(
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """Elements ``start`` to ``stop`` (exclusive) of each row of a tensor seen as a matrix.
 
     So a slice along any axis can be read: that axis and all after it form a row of the matrix, all

@@ -418,8 +418,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, DType):
         return value.name
     fields = {name: getattr(value, name) for name in value.__slots__}
-    as_list = isinstance(value, (RowRange, Columns))
-    return [*fields.values()] if as_list else fields
+    return [*fields.values()] if isinstance(value, RowRange) else fields
 
 
 def _dtype(name: str) -> DType:

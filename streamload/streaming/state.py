@@ -45,6 +45,7 @@ from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.system import most_open_files
 from streamload.core.tensors import TensorInfo
+from streamload.core.units import merged
 from streamload.devices.base import Addressed, Buffer, Device, QueuedWork, ReadTable, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files.folder import REMOTE_KINDS, place_of
@@ -558,19 +559,8 @@ def written_nbytes(unit: WorkItem) -> int:
     return sum(chunk.stop - chunk.start for chunk in unit)
 
 
-def file_ranges(unit: WorkItem) -> Iterator[tuple[int, int]]:
-    """Yield a unit's file bytes as (start, stop exclusive), with adjoining ranges joined."""
+def file_ranges(unit: WorkItem) -> list[tuple[int, int]]:
+    """Return a unit's file bytes as (start, stop exclusive), in order and joined."""
     if isinstance(unit, SmallTensorBatch):
-        yield unit.start, unit.stop
-        return
-    start = stop = -1
-    for chunk in unit:
-        for run in chunk.runs:
-            for begin, end in run.ranges():
-                if begin != stop:
-                    if stop > start:
-                        yield start, stop
-                    start = begin
-                stop = end
-    if stop > start:
-        yield start, stop
+        return [(unit.start, unit.stop)]
+    return merged(line for chunk in unit for run in chunk.runs for line in run.ranges())
