@@ -47,7 +47,7 @@ def check_names(what: str, given: Iterable[str], names: Collection[str]) -> None
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean 'NAME'?" for the nearest name; "" if none is near."""
-    near = get_close_matches(name, names, 1)
+    near = get_close_matches(str(name), names, 1)  # a dict's keys may be anything
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

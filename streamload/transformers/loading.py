@@ -224,11 +224,13 @@ def from_pretrained(
         if offload:
             offloaded = load_untied(lambda: prepared.offload(devices, read), prepared)
             report = offloaded.load
-            prepared.model.streamload_offload = offloaded
         else:
             adapter_nbytes = 0 if adapter is None else adapter.nbytes
             report = load_untied(lambda: prepared.load(devices, adapter_nbytes, read), prepared)
         report = replace(without_stale_notes(report, prepared.model), path=str(base))
+        if offload:
+            offloaded.load = report
+            prepared.model.streamload_offload = offloaded
         prepared.finish(report)
         if adapter is not None:
             adapter.add_to(prepared.model, adapter_name)

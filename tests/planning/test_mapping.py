@@ -495,6 +495,8 @@ def test_rename_comes_after_the_mapping(tmp_path: Path) -> None:
     assert load(path, mapping={"ab": ["a", "b"]}, rename={"ab": "x"}).keys() == {"x", "c"}
     with pytest.raises(ValueError, match=r"^rename: no tensor's name matches 'a'"):
         load(path, mapping={"ab": ["a", "b"]}, rename={"a": "y"})
+    with pytest.raises(ValueError, match=r"^rename: no tensor's name matches 1"):
+        load(path, rename={1: "y"})
 
 
 def test_what_matches_nothing_is_an_error(tmp_path: Path) -> None:

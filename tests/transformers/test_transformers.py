@@ -286,6 +286,8 @@ def test_fewer_layers_may_be_asked_for(tmp_path: Path, given: str) -> None:
     ids = torch.arange(6)[None]
     with torch.no_grad():
         assert torch.equal(streamed(ids).logits, found(ids).logits)
+    notes = " ".join(streamed.streamload_offload.report.notes)
+    assert "without values" not in notes  # buffers are computed after the load
     with pytest.raises(StateDictMismatchError) as caught:
         load(folder, strict=True, **fewer)
     assert len(caught.value.unexpected) == 9
