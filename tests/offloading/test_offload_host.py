@@ -307,7 +307,7 @@ def test_failed_offload_gives_host_memory_back(
     def fail(*_: Any) -> None:
         raise RuntimeError("no slots")
 
-    monkeypatch.setattr(entrance, "_slots", fail)
+    monkeypatch.setattr(entrance.Rounds, "open", fail)
     with pytest.raises(RuntimeError, match="no slots"):
         offloaded(aligned, host="1GB")
     assert memory_files() == []
