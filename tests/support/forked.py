@@ -115,7 +115,7 @@ def fresh(
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
