@@ -395,7 +395,7 @@ def test_the_environment_is_read_when_it_is_asked_for(
     variables: Mapping[str, str],
     expected: tuple[str | None, str | None],
 ) -> None:
-    for name in ("STREAMLOAD_DEVICE", "SUPPORT_BF16"):
+    for name in ("STREAMLOAD_DEVICE", "SUPPORT_BF16", "STREAMLOAD_TEST_RUNTIMES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
