@@ -197,7 +197,7 @@ def losing(cluster: Cluster, node: str, folder: Path) -> Iterator[tuple[str, lis
         Answer()(handler, content)
 
     def kill() -> None:
-        if reached.wait(START_S):
+        if reached.wait(5 * START_S):  # its actors may start late
             times.append(time.monotonic())
             cluster.kill(node)
             killed.set()
