@@ -70,18 +70,9 @@ class Digest:
     nbytes: int
     hex: str  # the digest, in lower-case hexadecimal
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields but the name as a JSON object."""
-        return {
-            "dtype": self.dtype.code,
-            "shape": list(self.shape),
-            "nbytes": self.nbytes,
-            "digest": self.hex,
-        }
-
     @classmethod
     def from_json(cls, name: str, entry: object, path: Location) -> Self:
-        """Return the digest that `to_json` wrote; unknown keys are ignored."""
+        """Return the digest in an entry of `Digests.lines`; unknown keys are ignored."""
         fail = partial(HeaderError, path, tensor=name)
         fields = check_entry(name, entry, path)
         code, shape, nbytes, digest = map(fields.get, ("dtype", "shape", "nbytes", "digest"))
@@ -136,7 +127,11 @@ class Digests:
                 n: [_INFINITY if x == math.inf else x for x in e] for n, e in self.errors.items()
             }
             yield from _object("errors", listed.items())
-        yield from _object("tensors", ((n, digest.to_json()) for n, digest in self.tensors.items()))
+        entries = (
+            (n, {"dtype": d.dtype.code, "shape": d.shape, "nbytes": d.nbytes, "digest": d.hex})
+            for n, d in self.tensors.items()
+        )
+        yield from _object("tensors", entries)
         yield "\n}\n"
 
     @classmethod

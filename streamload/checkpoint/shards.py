@@ -147,7 +147,7 @@ class Shards:
         self._open: dict[Location, Reader] = {}  # the most recently used last
         self._caches: dict[Location, ShardCache] = {}
         self._stopped = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._next_check_s = 0.0
 
     def __enter__(self) -> Self:
@@ -164,7 +164,7 @@ class Shards:
                 if self._most_open is not None and len(self._open) >= self._most_open:
                     idle = (s for s in self._open if not (self._blocks[s] or self._is_used(s)))
                     if (oldest := next(idle, None)) is not None:
-                        self._close(oldest)
+                        self.close(oldest)
                 kind = self._kind(shard)
                 reader = self._opener(self._headers[shard], kind)
                 if not self._ahead:
@@ -265,22 +265,18 @@ class Shards:
     def close(self, shard: Location) -> None:
         """Close a file if it is open, and drop the rest of its pages."""
         with self._lock:
-            self._close(shard)
+            reader = self._open.pop(shard, None)
+            if reader is not None:
+                reader.close()
+                if reader.fallback:
+                    self.fallbacks[reader.fallback] += 1
+            if cache := self._caches.pop(shard, None):
+                if self._stopped:  # threads may have read bytes without calling `done`
+                    cache.done(0, self._headers[shard].file_nbytes)
+                cache.close()
 
     def close_all(self) -> None:
         """Close every file, and drop the rest of their pages."""
         with self._lock:
             for shard in {**self._open, **self._caches}:
-                self._close(shard)
-
-    def _close(self, shard: Location) -> None:
-        """Close a file as `close` does, with the lock held."""
-        reader = self._open.pop(shard, None)
-        if reader is not None:
-            reader.close()
-            if reader.fallback:
-                self.fallbacks[reader.fallback] += 1
-        if cache := self._caches.pop(shard, None):
-            if self._stopped:  # threads may have read bytes without calling `done`
-                cache.done(0, self._headers[shard].file_nbytes)
-            cache.close()
+                self.close(shard)

@@ -24,7 +24,6 @@ from streamload.codecs.permute import Fill, Permutation, compile_transpose, tran
 from streamload.codecs.scheme import Encoder, Quantized
 from streamload.codecs.weights import Packed
 from streamload.conversion.disk import FileSum, Output
-from streamload.conversion.journal import Finished
 from streamload.core.dtypes import F64, DType
 from streamload.core.location import Url
 from streamload.core.memory import available_cpus, first_that_fits
@@ -275,16 +274,15 @@ class Way:
         usual_nbytes = min(self.block_nbytes, BLOCK_NBYTES)
         return max(_TURNED_BLOCKS // self.threads * usual_nbytes, self.block_nbytes)
 
-    @property
-    def nbytes(self) -> int:
-        """Most bytes of host memory that threads take."""
-        reading = min(BOUNCE_NBYTES, self.block_nbytes) if self.direct else AHEAD_NBYTES
-        return self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
+    def nbytes(self, *, to_disk: bool) -> int:
+        """Return the most bytes of host memory that threads take, and dirty pages if ``to_disk``.
 
-    @property
-    def dirty_nbytes(self) -> int:
-        """Most bytes of dirty pages, with what the kernel keeps for each: 2 to 10%."""
-        return (self.threads + self.behind) * self.block_nbytes * 9 // 8
+        The kernel keeps 2 to 10% more for each page.
+        """
+        reading = min(BOUNCE_NBYTES, self.block_nbytes) if self.direct else AHEAD_NBYTES
+        dirty_nbytes = (self.threads + self.behind) * self.block_nbytes * 9 // 8
+        own_nbytes = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
+        return own_nbytes + dirty_nbytes * to_disk
 
 
 def choose_way(
@@ -344,10 +342,7 @@ def choose_way(
     stay_nbytes = written.nbytes + written.nbytes // _KEPT_SHARE if written is not None else 0
     run_nbytes = _RUN_NBYTES if written is None else _OPEN_NBYTES
     always_nbytes = run_nbytes + casts_nbytes + tensors_nbytes + decoding_nbytes + stay_nbytes
-
-    def blocks_nbytes(way: Way) -> int:
-        return way.nbytes + (way.dirty_nbytes if written is None else 0)
-
+    to_disk = written is None
     largest = [
         ("files that are written to memory", stay_nbytes),
         ("names and places of tensors", tensors_nbytes),
@@ -355,7 +350,7 @@ def choose_way(
         ("values that adapters change", ways[-1].threads * changing_nbytes),
         ("scales of quantised weights", decoding_nbytes),
         ("statistics of weights that are quantised", sum(under_way[: ways[-1].threads])),
-        ("threads and their blocks", run_nbytes + blocks_nbytes(ways[-1])),
+        ("threads and their blocks", run_nbytes + ways[-1].nbytes(to_disk=to_disk)),
     ]
     return first_that_fits(
         [
@@ -363,7 +358,7 @@ def choose_way(
                 way,
                 always_nbytes
                 + way.threads * changing_nbytes
-                + blocks_nbytes(way)
+                + way.nbytes(to_disk=to_disk)
                 + sum(under_way[: way.threads])
                 + 2 * way.threads * way.turned_nbytes * any_turned,
             )
@@ -401,17 +396,6 @@ class Writing:
     auxiliary: Sequence[Writing] = ()
     encoder: Encoder | None = None  # from the first block to the last
     errors: QuantCounts | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no `Block` of this tensor holds another: it is permuted, or quantized here."""
-        return self.out.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
-
-    @property
-    def finished(self) -> Finished:
-        """The journal's record of this tensor, once it is written."""
-        errors = None if self.errors is None else self.errors.rounded()
-        return Finished(self.digest, self.counts, errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +462,7 @@ class Block:
 
     def _add_gathered(self, tensor: Writing, start: int, stop: int, block_nbytes: int) -> None:
         """Add bytes of a tensor assembled from slices; `Part.read` then only counts progress."""
-        out, nbytes = tensor.out, tensor.out.read_nbytes
+        out, nbytes = tensor.out, tensor.out.reads.total()
         step = stop - start if out.coding is None else most_codes(out, out.coding, block_nbytes)
         for first, last in cut(start, stop, step):
             read, read_stop = (nbytes * (at - out.start) // out.nbytes for at in (first, last))

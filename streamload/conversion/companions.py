@@ -98,21 +98,15 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
     Configuration and vocabulary inside a tensor file (GGUF) become files as well.
     """
     found, left = _lying_beside(checkpoint)
-    made = _said_inside(checkpoint)
+    made: dict[str, SmallFile] = {}
+    if headers := [header for header in checkpoint.shards if header.format != SAFETENSORS]:
+        said = dict(FORMATS[headers[0].format].reader().documents(headers))
+        if any(header.config and header.config == checkpoint.config for header in headers):
+            said[CONFIG] = json.dumps(dict(checkpoint.config), indent=2).encode() + b"\n"
+        made = {name: document(name, data) for name, data in said.items()}
     # files of a folder may hold more than a tensor file of it, and may belong to another one
     is_folder = not folder_at(checkpoint.path).name
     return made | found if is_folder else found | made, left
-
-
-def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
-    """Return by name small files that tensor files hold inside, such as a GGUF's vocabulary."""
-    headers = [header for header in checkpoint.shards if header.format != SAFETENSORS]
-    if not headers:
-        return {}
-    said = dict(FORMATS[headers[0].format].reader().documents(headers))
-    if any(header.config and header.config == checkpoint.config for header in headers):
-        said[CONFIG] = json.dumps(dict(checkpoint.config), indent=2).encode() + b"\n"
-    return {name: document(name, data) for name, data in said.items()}
 
 
 def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +25,7 @@ from streamload.conversion.companions import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Folder
 from streamload.conversion.journal import FORMAT, Finished, Journal, noted_verdict
-from streamload.conversion.openable import Judging
+from streamload.conversion.openable import Judging, asked_of_models, is_here
 from streamload.conversion.plan import (
     ConvertOptions,
     ConvertPlan,
@@ -47,6 +47,7 @@ from streamload.errors import CheckpointError
 from streamload.files.folder import fingerprint
 from streamload.files.header import SAFETENSORS, FileState, unreadable
 from streamload.files.local import expanded
+from streamload.formats.gguf.architectures import of_model
 from streamload.loading.lora import Adapters, AdaptersArgument
 from streamload.loading.report import Clock, quantized_text, warn_of_overflow
 from streamload.planning.dequantize import as_in_models, asked, dequantized
@@ -240,8 +241,8 @@ def convert(
         out_of_range=out_of_range,
         max_shard_size=max_shard_size,
         nodes=nodes,
+        imatrix=imatrix,
     )
-    options = options.weighted(imatrix)
     options = replace(options, selection=Selection.parse(select, exclude), rename=rename)
     checkpoint = opened(source)
     names = asked(checkpoint, options.policy, blocks=not options.writer.takes_blocks)
@@ -256,10 +257,20 @@ def convert(
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
-    with Judging() as judging:
+    with closing(Judging()) as judging:  # an error does not pass through the child's `with`
         root = expanded(Path(destination))
-        noted = noted_verdict(root) if resume else {}
-        options = options.asked_of_models(checkpoint, judging, noted)
+        is_plain = options.writer.name == SAFETENSORS and rename is None
+        if options.quant and is_plain:
+            verdict = asked_of_models(checkpoint, options.quant, judging)
+            if not (verdict is not None and verdict.known) and resume:
+                verdict = noted_verdict(root) or verdict
+            if verdict is not None:
+                options = replace(
+                    options,
+                    quant=options.quant.leaving(verdict.kinds),
+                    notes=(*options.notes, *verdict.notes),
+                    verdict=verdict,
+                )
         # the first choice of a way came before, since listing the output takes memory, too
         plan = plan_conversion(checkpoint, root, options)
         codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_auxiliary]
@@ -284,7 +295,9 @@ def convert(
                 written=written,
             )
         is_whole = not (nodes or options.selection.select or options.selection.exclude)
-        opens = is_whole and (options.verdict is not None or options.asks_to_open(checkpoint))
+        # `check_config` knows the models of `of_model`
+        unknown = is_plain and of_model(checkpoint.config) is None and is_here(checkpoint)
+        opens = is_whole and (options.verdict is not None or unknown)
         job = _Conversion(checkpoint, plan, way, judging if opens else None)
         if dry_run:
             job.check(resume=resume, overwrite=overwrite)
@@ -292,11 +305,13 @@ def convert(
             return ConvertReport(plan, clock.seconds, dry_run=True)
         with ExitStack() as locks:
             with deferred_interrupt():  # else a traceback may keep a lock
-                for folder in job.destination.folders():
-                    locks.enter_context(disk.locked(plan.destination / folder))
-                locks.enter_context(job.destination.opened())
+                # the first folder is the destination
+                job.destination.root, *_ = [
+                    locks.enter_context(disk.locked(root / folder))
+                    for folder in job.destination.folders()
+                ]
             report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
-        job.destination.remove_empty_folders()
+        disk.remove_empty(job.destination.emptied)
         return report
 
 
@@ -372,10 +387,10 @@ class _Conversion:
         self, clock: Clock, progress: Progress, *, resume: bool, overwrite: bool, verify: bool
     ) -> ConvertReport:
         """Write unfinished tensors and publish all files; the caller has locked the destination."""
-        finished = self.check(resume=resume, overwrite=overwrite)
+        found = self.check(resume=resume, overwrite=overwrite)
         read_nbytes = 0
-        if finished is not None and not disk.exists(self.destination.journal):
-            resumed = len(finished)
+        if found is not None and not disk.exists(self.destination.journal):
+            finished, resumed = found, len(found)
             if verify:
                 self._verify(finished, self._plan.destination, progress)
         else:
@@ -383,42 +398,35 @@ class _Conversion:
                 with deferred_interrupt():  # until the journal is one to close
                     journal = self._journal(opened, resume=resume, overwrite=overwrite)
                 resumed = len(journal.finished)
+                is_written = journal.published is not None
                 try:
-                    read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
+                    if not is_written:
+                        read_nbytes, sums = self._write(journal, progress)
+                        if verify:
+                            self._verify(self._by_key(journal), self.destination.out, progress)
+                        journal.publish(self._prepare(journal, sums))
+                    self._publish(journal, replaces=journal.replaces or overwrite)
+                    finished = self._by_key(journal)
+                    if verify and is_written:
+                        self._verify(finished, self._plan.destination, progress)
                 except OSError as error:
                     # errors of files opened in a folder have the last part of their path alone
                     path = self._plan.destination / os.fsdecode(error.filename or "")
                     raise disk.unwritable(path, error) from error
             self.destination.clean()
-            finished = self._by_key(journal)
-            out_of_range = self._plan.options["out_of_range"]
-            warn_of_overflow(self._plan.path, _changed(finished), out_of_range)
+        counts = {key: one.counts for key, one in finished.items() if one.counts.total}
+        if finished is not found:
+            warn_of_overflow(self._plan.path, counts, self._plan.options["out_of_range"])
         return ConvertReport(
             self._plan,
             clock.seconds,
             read_nbytes,
-            _changed(finished),
+            counts,
             {key: one.errors for key, one in finished.items() if one.errors is not None},
             digests={key: one.digest for key, one in finished.items()},
             resumed=resumed,
             verified=verify,
         )
-
-    def _run(self, journal: Journal, progress: Progress, *, verify: bool, overwrite: bool) -> int:
-        """Write, verify and publish with an open journal; returns the source bytes read."""
-        read_nbytes, replaces = 0, journal.replaces or overwrite
-        begun_to_publish = journal.published is not None
-        if not begun_to_publish:
-            read_nbytes, sums = self._write(journal, progress)
-            if verify:
-                self._verify(self._by_key(journal), self.destination.out, progress)
-            published = self._prepare(journal, sums)
-            self._check_opens()
-            journal.publish(published)
-        self._publish(journal, replaces=replaces)
-        if verify and begun_to_publish:
-            self._verify(self._by_key(journal), self._plan.destination, progress)
-        return read_nbytes
 
     def _journal(self, opened: ExitStack, *, resume: bool, overwrite: bool) -> Journal:
         """Return the journal to resume, or a new one in an emptied folder; ``opened`` closes it."""
@@ -426,16 +434,14 @@ class _Conversion:
         with disk.writing_to(to.path):
             if resume:
                 self._check_versions()
-            journal = Journal.resume(to.root, self._first) if resume else None
+            journal = Journal.resume(opened, to.root, self._first) if resume else None
             if journal is not None:
-                opened.callback(journal.close)
                 if journal.published is None:
                     self._forget_lost(journal)
                     to.check_room()
                 return journal
             to.begin()
-            journal = Journal.begin(to.root, self._first, replaces=overwrite)
-            opened.callback(journal.close)
+            journal = Journal.begin(opened, to.root, self._first, replaces=overwrite)
             sync_folder(to.work)
             sync_folder(to.path)
             return journal
@@ -468,12 +474,23 @@ class _Conversion:
 
     def _write(self, journal: Journal, progress: Progress) -> tuple[int, dict[str, str]]:
         """Write unfinished tensors; returns source bytes read, and md5 sums by path if needed."""
+        root = self.destination.root
         writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
         self._check_source()
+        # users who could not read the source cannot read the copy; the owner may write
+        modes = {h.path: h.state.others[1] | stat.S_IWUSR for h in self._shards if h.state}
         for file in self._plan.files:
-            disk.extend(self.destination.root, f"{OUT}/{file.path}", file.nbytes)
+            path, allowed = f"{OUT}/{file.path}", 0o777
+            infos = [info for t in file.tensors for info in t.infos]
+            for shard in {shard for info in infos for shard in info.files}:
+                allowed &= modes.get(shard, allowed)
+            with disk.writing_to(root.path / path), root.open(path, os.O_RDWR) as fd:
+                status = os.fstat(fd)
+                if status.st_size < file.nbytes:  # zeros, which padding after the last tensor needs
+                    os.ftruncate(fd, file.nbytes)
+                os.fchmod(fd, stat.S_IMODE(status.st_mode) & allowed)
         paths = [file.path for file in self._plan.files] if self._plan.wants_sums else []
         sums = writer.sums  # without those of files that an earlier call wrote
         sums = {p: sums.get(p) or disk.file_sum(self.destination.out / p) for p in paths}
@@ -495,7 +512,10 @@ class _Conversion:
     # --- publishing -------------------------------------------------------------------------------
 
     def _prepare(self, journal: Journal, sums: Mapping[str, str]) -> dict[str, str]:
-        """Write small files and sidecars; returns all paths and digests ("" for tensor files)."""
+        """Write small files and sidecars; returns all paths and digests ("" for tensor files).
+
+        Raises CheckpointError if transformers opened the source and cannot open the output.
+        """
         out, root = self.destination.out, self.destination.root
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = f"{OUT}/{small.path}", small.content
@@ -507,23 +527,24 @@ class _Conversion:
                 data = content if isinstance(content, bytes) else content(sums)
                 root.write(path, [data], small.mode)
         for folder in self._plan.folders:
-            self._write_sidecar(folder, journal)
-        # users who could not read the source cannot read the copy; the owner may write
-        modes = {h.path: h.state.others[1] | stat.S_IWUSR for h in self._shards if h.state}
-        for file in self._plan.files:
-            allowed = 0o777
-            infos = [info for t in file.tensors for info in t.infos]
-            for shard in {shard for info in infos for shard in info.files}:
-                allowed &= modes.get(shard, allowed)
-            root.restrict(f"{OUT}/{file.path}", allowed)
+            mine = [
+                (t, journal.finished[i])
+                for i, (_, file, t) in enumerate(self._plan.tensors())
+                if folder_of(file.path) == folder
+            ]
+            start = in_folder(folder, "")
+            digests = Digests(
+                {t.name: Digest(t.name, t.dtype, t.shape, t.nbytes, f.digest) for t, f in mine},
+                source={"path": self._plan.path, "files": self._source},
+                options=dict(self._plan.options),
+                files=tuple(p.removeprefix(start) for p in self._plan.paths if p.startswith(start)),
+                counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
+                errors={t.name: astuple(e) for t, one in mine if (e := one.errors) is not None},
+            )
+            root.write(f"{OUT}/{start}{SIDECAR}", (line.encode() for line in digests.lines()))
         for folder in ("", *self._plan.folders, *self._plan.subfolders):
             sync_folder(out / folder)
-        large = {file.path for file in self._plan.files}
-        return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
-
-    def _check_opens(self) -> None:
-        """Raise CheckpointError if transformers opened the source and cannot open the output."""
-        out, quantizes = self.destination.out, self._plan.verdict is not None
+        quantizes = self._plan.verdict is not None
         source = Path(self._plan.path) if quantizes else None
         why = self._judging.why_not_opened(out, source) if self._judging else ""
         if why:
@@ -534,24 +555,8 @@ class _Conversion:
                 if quantizes
                 else "the config.json of these tensors",
             )
-
-    def _write_sidecar(self, folder: str, journal: Journal) -> None:
-        """Write ``streamload.json`` of a folder, with the digests of its tensors."""
-        mine = [
-            (t, journal.finished[i])
-            for i, (_, file, t) in enumerate(self._plan.tensors())
-            if folder_of(file.path) == folder
-        ]
-        digests = Digests(
-            {t.name: Digest(t.name, t.dtype, t.shape, t.nbytes, f.digest) for t, f in mine},
-            source={"path": self._plan.path, "files": self._source},
-            options=dict(self._plan.options),
-            files=self._plan.below(folder),
-            counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
-            errors={t.name: astuple(e) for t, one in mine if (e := one.errors) is not None},
-        )
-        lines = (line.encode() for line in digests.lines())
-        self.destination.root.write(f"{OUT}/{in_folder(folder, SIDECAR)}", lines)
+        large = {file.path for file in self._plan.files}
+        return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
 
     def _publish(self, journal: Journal, *, replaces: bool) -> None:
         """Move all files to their paths; CheckpointError if a file moved earlier has changed."""
@@ -567,13 +572,9 @@ class _Conversion:
                 "every file that is published (overwrite begins again)",
                 f"{len(published)} paths",
             )
-        self._check_published(journal, published.keys() - self.destination.waiting(published))
-        self.destination.publish(published, replaces=replaces)
-
-    def _check_published(self, journal: Journal, done: Collection[str]) -> None:
-        """Raise CheckpointError if a file that was published before is gone or has changed."""
-        published, finished = journal.published or {}, self._by_key(journal)
-        large = {file.path: file for file in self._plan.files}
+        waiting = [path for path in published if disk.exists(self.destination.out / path)]
+        done = published.keys() - waiting
+        finished, large = self._by_key(journal), {file.path: file for file in self._plan.files}
         for path in sorted(done):
             where = self._plan.destination / path
             try:
@@ -588,11 +589,7 @@ class _Conversion:
                     "the file as it was (overwrite begins again)",
                     error.problem,
                 ) from error
-
-
-def _changed(finished: Mapping[str, Finished]) -> dict[str, CastCounts]:
-    """Return the counts of tensors whose cast changed a value, by key."""
-    return {key: one.counts for key, one in finished.items() if one.counts.total}
+        self.destination.publish(waiting, done, replaces=replaces)
 
 
 def _length(path: Path) -> int | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from streamload.checkpoint.digests import SIDECAR, Digests
@@ -27,9 +27,9 @@ _OF_A_CHECKPOINT = re.compile(
 )
 #: Folder in a destination for files, under their planned paths, until all are whole.
 OUT = f"{WORK}/out"
-_RESERVE = f"{WORK}/reserve"
-# Length of the file `_RESERVE`, and more for each tensor. It is removed if the disk is full: then
-# the journal has room for finished tensors.
+#: A file that is removed if the disk is full: then the journal has room for finished tensors.
+RESERVE = f"{WORK}/reserve"
+# Its length, and more for each tensor.
 _RESERVE_NBYTES = 2**14
 _LINE_NBYTES = 128
 _LISTED = 8
@@ -43,18 +43,10 @@ class Destination:
         self.work = self.path / WORK
         self.out = self.path / OUT
         self.journal = self.path / JOURNAL
-        self.root: Folder  # the open folder, inside of `opened`
+        self.root: Folder  # the open folder, while it is locked
         self.reserve_nbytes = _RESERVE_NBYTES + _LINE_NBYTES * plan.tensor_count
         self._plan = plan
-        self._emptied: list[str] = []
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Hold the folder open as `root`: files are written to it even if it is renamed."""
-        with writing_to(self.path):
-            self.root = Folder(self.path)
-        with self.root:
-            yield
+        self.emptied: list[Path] = []  # folders of an old checkpoint, inner ones first
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -229,14 +221,11 @@ class Destination:
 
     # --- publishing -------------------------------------------------------------------------------
 
-    def waiting(self, published: Iterable[str]) -> list[str]:
-        """Return the paths whose files are still in ``.streamload/out``, to be moved."""
-        return [path for path in published if exists(self.out / path)]
+    def publish(self, waiting: Sequence[str], done: Collection[str], *, replaces: bool) -> None:
+        """Remove an old checkpoint, and move files to their paths, indexes last.
 
-    def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
-        """Remove an old checkpoint, and move all files to their paths, indexes last."""
-        waiting = self.waiting(published)
-        done = published.keys() - waiting
+        ``waiting``: those still in ``.streamload/out``; ``done``: those moved by an earlier call.
+        """
         old = [path for path in self._old() if path not in done]
         there = old or [path for path in waiting if exists(self.path / path)]
         if there and not replaces:
@@ -249,10 +238,11 @@ class Destination:
         folders = (*self._plan.folders, *self._plan.subfolders)
         emptied = {*self.folders(), *(folder for path in old for folder in folders_above(path))}
         inner_first = sorted(emptied - {"", *folders}, key=lambda folder: -folder.count("/"))
-        self._emptied = inner_first
+        self.emptied = [self.path / folder for folder in inner_first]
         for path in old:
             self.root.unlink(path)
-        self._sync(*self._emptied)
+        for where in (self.path, *self.emptied):
+            sync_folder(where)
         for folder in filter(None, folders):
             self.root.make(folder)
             sync_folder(self.path / folder)
@@ -261,12 +251,8 @@ class Destination:
             for path in waiting:
                 if (path in lasts) == last:
                     self.root.move(f"{OUT}/{path}", path)
-            self._sync(*folders)
-
-    def _sync(self, *folders: str) -> None:
-        """Sync the names in the destination, and in folders below it, to the disk."""
-        for folder in dict.fromkeys(("", *folders)):
-            sync_folder(self.path / folder)
+            for folder in dict.fromkeys(("", *folders)):
+                sync_folder(self.path / folder)
 
     def begin(self) -> None:
         """Remove an unfinished conversion; make folders, and a file that reserves disk space."""
@@ -275,25 +261,15 @@ class Destination:
         self.check_room()
         for folder in ("", *self._plan.folders, *self._plan.subfolders):
             self.root.make(in_folder(OUT, folder).rstrip("/"))
-        self.root.write(_RESERVE, [bytes(self.reserve_nbytes)])
-
-    def give_up_reserve(self) -> None:
-        """Remove the reserve file, so that a full disk has room for the journal; raises OSError."""
-        self.root.unlink(_RESERVE)
+        self.root.write(RESERVE, [bytes(self.reserve_nbytes)])
 
     def clean(self) -> None:
         """Remove the files of an unfinished conversion, the journal last."""
         with writing_to(self.work):
             with suppress(OSError):
                 self.root.remove_tree(OUT)
-            self.root.unlink(_RESERVE)
+            self.root.unlink(RESERVE)
             self.root.unlink(JOURNAL)
-
-    def remove_empty_folders(self) -> None:
-        """Remove folders of an old checkpoint that `publish` left empty."""
-        for folder in self._emptied:
-            with suppress(OSError):  # it holds other files
-                (self.path / folder).rmdir()
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:

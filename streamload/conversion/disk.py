@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from streamload.checkpoint.digests import digest_of
 from streamload.checkpoint.shards import cut
@@ -68,7 +67,7 @@ def exists(path: Path) -> bool:
         return is_there(path)
 
 
-class Folder:
+class Folder(Descriptor):
     """An open folder, in which files are written and removed without following links.
 
     Paths are relative to it, with "/". A link in the place of a folder or a file is an error,
@@ -81,21 +80,15 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         """Open the folder; ``path`` itself may be a link."""
+        super().__init__(path, _A_FOLDER)
         self.path = path
-        self._own = Descriptor(path, _A_FOLDER)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._own.close()
 
     @contextmanager
     def _above(self, path: str) -> Iterator[tuple[int, str]]:
         """Open the folder that a path is in; yields its descriptor, and the path's last part."""
         *folders, name = path.split("/")
         with ExitStack() as opened:
-            fd = self._own.fd
+            fd = self.fd
             for n, part in enumerate(folders, 1):
                 inner = _open_unlinked(fd, part, _A_FOLDER, self.path.joinpath(*folders[:n]))
                 fd = opened.enter_context(inner)
@@ -114,16 +107,6 @@ class Folder:
                 with suppress(FileExistsError):
                     os.mkdir(name, mode, dir_fd=fd)
                 _open_unlinked(fd, name, _A_FOLDER, self.path.joinpath(*parts[:end])).close()
-
-    def names(self, path: str) -> list[str]:
-        """Return the names in a folder."""
-        with self.open(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-            return os.listdir(fd)
-
-    def rmdir(self, path: str) -> None:
-        """Remove an empty folder."""
-        with self._above(path) as (fd, name):
-            os.rmdir(name, dir_fd=fd)
 
     def unlink(self, path: str) -> None:
         """Remove a file, or a link itself, if it exists."""
@@ -147,11 +130,6 @@ class Folder:
         """Rename a file, and replace an older file of the new name."""
         with self._above(path) as (fd, name), self._above(to) as (other, new):
             os.replace(name, new, src_dir_fd=fd, dst_dir_fd=other)
-
-    def restrict(self, path: str, allowed: int) -> None:
-        """Remove all permissions of a file that the mode ``allowed`` lacks."""
-        with self.open(path, os.O_RDONLY) as fd:
-            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & allowed)
 
     def write(self, path: str, data: Iterable[bytes], mode: int | None = None) -> None:
         """Write a new small file and sync it; ``mode``: its permissions, None for the default."""
@@ -196,7 +174,7 @@ class Output:
         self._lock = threading.Lock()
         self._lost: OSError | None = None
         with writing_to(name):
-            self._own = folder.open(path, os.O_RDWR | os.O_CREAT)
+            self._own = folder.open(path, os.O_RDWR | os.O_CREAT)  # fd: -1 once it is closed
 
     def write(self, start: int, data: memoryview) -> None:
         """Write bytes from ``start`` on, and start their transfer to the disk."""
@@ -204,14 +182,14 @@ class Output:
         with writing_to(self._name):
             while done < data.nbytes:
                 with data[done:] as rest:
-                    done += os.pwrite(self._fd, rest, start + done)
-            _sync_range(self._fd, start, data.nbytes, _WRITE)
+                    done += os.pwrite(self._own.fd, rest, start + done)
+            _sync_range(self._own.fd, start, data.nbytes, _WRITE)
 
     def read_into(self, start: int, out: memoryview) -> None:
         """Fill ``out`` with the file's bytes from ``start`` on, and zeros after its end."""
         done = 0
         with writing_to(self._name):
-            while done < out.nbytes and (count := read_at(self._fd, start + done, out[done:])):
+            while done < out.nbytes and (count := read_at(self._own.fd, start + done, out[done:])):
                 done += count
         out[done:] = bytes(out.nbytes - done)
 
@@ -221,23 +199,22 @@ class Output:
         Bytes that ``checksum`` has yet to read again stay cached until the file is closed.
         """
         with self._lock:
-            if self._fd >= 0:  # else it is whole and closed
-                self._bring(lambda: _sync_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
+            if self._own.fd >= 0:  # else it is whole and closed
+                self.sync(start, nbytes)
                 if checksum is None or checksum.has(start + nbytes):
-                    _drop_range(self._fd, start, nbytes)
+                    _drop_range(self._own.fd, start, nbytes)
 
-    def sync(self) -> None:
-        """Sync all written bytes to the disk.
+    def sync(self, start: int = 0, nbytes: int | None = None) -> None:
+        """Sync written bytes from ``start`` on to the disk, or all if ``nbytes`` is None.
 
         After an error, each call raises it again: the system reports lost pages only once.
         """
-        self._bring(lambda: sync(self._fd))
-
-    def _bring(self, to_disk: Callable[[], None]) -> None:
-        """Call ``to_disk``, which syncs bytes; after a failure, all calls raise its error."""
         if self._lost is None:
             try:
-                to_disk()
+                if nbytes is None:
+                    sync(self._own.fd)
+                else:
+                    _sync_range(self._own.fd, start, nbytes, _WRITE_AND_WAIT)
             except OSError as error:
                 self._lost = error
         if self._lost is not None:
@@ -246,13 +223,9 @@ class Output:
     def close(self) -> None:
         """Drop the file's cached pages and close it; may be called twice."""
         with self._lock:
-            if self._fd >= 0:
-                _drop_range(self._fd, 0, 0)
+            if self._own.fd >= 0:
+                _drop_range(self._own.fd, 0, 0)
                 self._own.close()
-
-    @property
-    def _fd(self) -> int:
-        return self._own.fd
 
 
 def _sync_range(fd: int, start: int, nbytes: int, flags: int) -> None:
@@ -294,52 +267,49 @@ def file_sum(path: Path) -> str:
     return found.hexdigest()
 
 
-def extend(folder: Folder, path: str, nbytes: int) -> None:
-    """Extend a file to its final length with zeros, which padding after the last tensor needs."""
-    with writing_to(folder.path / path), folder.open(path, os.O_RDWR) as fd:
-        if os.fstat(fd).st_size < nbytes:
-            os.ftruncate(fd, nbytes)
-
-
 def file_digest(path: Path) -> str:
     """Return the xxh3 digest of a file's bytes in hexadecimal."""
     return digest_of(map(memoryview, pieces(path)))
 
 
 @contextmanager
-def locked(destination: Path) -> Iterator[None]:
-    """Lock a destination against other conversions, and make it if missing.
+def locked(destination: Path) -> Iterator[Folder]:
+    """Lock a destination against other conversions, made if missing; yields the open folder.
 
     Folders made here that are empty at the end are removed.
     """
     made = [p for p in (destination, *destination.parents) if not exists(p)]
     with ExitStack() as opened:
         # called last
-        opened.callback(_remove_empty, made)
+        opened.callback(remove_empty, made)
         with writing_to(destination), deferred_interrupt():
             destination.mkdir(parents=True, exist_ok=True)
-            to = opened.enter_context(Folder(destination))
+            to = Folder(destination)
+            opened.enter_context(to)
             opened.enter_context(_lock(to))
             opened.callback(_unlock, to)
             for folder in reversed(made):
                 with suppress(PermissionError):  # it can be written and not read
                     sync_folder(folder.parent)
-        yield
+        yield to
 
 
-def _remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders in order, up to the first that is not empty."""
-    with suppress(OSError):
-        for folder in folders:
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, inner ones first."""
+    for folder in folders:
+        with suppress(OSError):
             folder.rmdir()
 
 
 def _unlock(destination: Folder) -> None:
     """Remove the lock's file and folder unless the folder has other files."""
-    with suppress(OSError, CheckpointError):
-        if destination.names(WORK) == ["lock"]:
-            destination.unlink(f"{WORK}/lock")
-            destination.rmdir(WORK)
+    with (
+        suppress(OSError, CheckpointError),
+        destination.open(WORK, os.O_RDONLY | os.O_DIRECTORY) as fd,
+    ):
+        if os.listdir(fd) == ["lock"]:
+            os.unlink("lock", dir_fd=fd)
+            os.rmdir(WORK, dir_fd=destination.fd)
 
 
 def _lock(destination: Folder) -> Descriptor:

@@ -19,8 +19,9 @@ from streamload.checkpoint.digests import HEX
 from streamload.codecs.cast_table import CastCounts
 from streamload.codecs.parts import QuantCounts
 from streamload.conversion.disk import WORK, Folder
+from streamload.conversion.openable import Verdict
 from streamload.core.bounded_json import parse_json
-from streamload.core.system import Descriptor, sync
+from streamload.core.system import sync
 from streamload.errors import CheckpointError
 
 #: Version of the journal, in its first line.
@@ -39,11 +40,6 @@ class Finished:
     counts: CastCounts  # values that its cast changed
     errors: QuantCounts | None = None  # errors of quantization, if it has a weight's codes
 
-    def to_json(self, index: int) -> dict[str, Any]:
-        """Return the journal's line; ``index`` is the tensor's number in `ConvertPlan.tensors`."""
-        line: dict[str, Any] = {"tensor": [index, self.digest, *astuple(self.counts)]}
-        return line if self.errors is None else line | {"errors": astuple(self.errors)}
-
 
 def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | None:
     """Return in words the first difference of two journals' first lines; None if they are equal."""
@@ -60,82 +56,83 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
     return None
 
 
-def noted_verdict(folder: Path) -> dict[str, Any]:
-    """Return a `Verdict`'s fields from the journal of an unfinished conversion; {} if none."""
+def noted_verdict(folder: Path) -> Verdict | None:
+    """Return the `Verdict` in the journal of an unfinished conversion; None if none."""
     lines = []
     with suppress(OSError), (folder / JOURNAL).open("rb") as file:
         lines = _whole_lines(file.readline())
     found = lines[0][0].get("verdict") if lines else None
-    return found if type(found) is dict else {}
+    return Verdict(**found) if found and type(found) is dict else None
 
 
 class Journal:
     """A log file of a conversion's finished tensors, by which a later call resumes it."""
 
-    def __init__(self, own: Descriptor) -> None:
+    def __init__(self, fd: int) -> None:
         # by the tensor's number in `ConvertPlan.tensors`
         self.finished: dict[int, Finished] = {}
         # Once all tensors are finished: the path of each file to publish, in order, and its digest;
         # "" for files of tensors, which have digests of their own.
         self.published: dict[str, str] | None = None
         self.replaces = False  # whether a checkpoint in the destination may be replaced
-        self._own = own
+        self._fd = fd
 
     @classmethod
-    def begin(cls, folder: Folder, first: Mapping[str, Any], *, replaces: bool) -> Self:
-        """Start a new journal in a destination; an older one is removed.
+    def begin(
+        cls, opened: ExitStack, folder: Folder, first: Mapping[str, Any], *, replaces: bool
+    ) -> Self:
+        """Start a new journal in a destination, closed by ``opened``; an older one is removed.
 
         ``first`` is its first line, as plain JSON values: the `FORMAT`, the plan's digest, the
         options, and by name the state of each source file; ``replaces``: the call's ``overwrite``.
         """
         folder.unlink(JOURNAL)
-        made = cls(folder.open(JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND))
-        with ExitStack() as on_error:
-            on_error.callback(made.close)
-            made._write([{**first, "replaces": replaces}])
-            made.replaces = replaces
-            on_error.pop_all()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        made = cls(opened.enter_context(folder.open(JOURNAL, flags)))
+        made._write([{**first, "replaces": replaces}])
+        made.replaces = replaces
         return made
 
     @classmethod
-    def resume(cls, folder: Folder, first: Mapping[str, Any]) -> Self | None:
+    def resume(cls, opened: ExitStack, folder: Folder, first: Mapping[str, Any]) -> Self | None:
         """Open the journal of an unfinished conversion; None if there is none, or no whole line.
 
         Raises CheckpointError if its first line, see `begin`, differs from ``first``.
         """
         try:
-            own = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND)
+            fd = opened.enter_context(folder.open(JOURNAL, os.O_RDWR | os.O_APPEND))
         except FileNotFoundError:
             return None
-        made = cls(own)
-        with ExitStack() as unless_resumed:
-            unless_resumed.callback(made.close)
-            with open(own.fd, "rb", closefd=False) as file:
-                whole = _whole_lines(file.read())
-            if not whole:
-                return None
-            if changed := _difference(first, whole[0][0]):
-                raise CheckpointError(
-                    folder.path,
-                    "the unfinished conversion there cannot be continued",
-                    "the same source and options (overwrite begins again)",
-                    f"another {changed}",
-                )
-            made.replaces = whole[0][0].get("replaces") is True
-            end = whole[0][1]
-            for line, line_end in whole[1:]:
-                try:
-                    made._take(line)
-                except (TypeError, ValueError):  # damaged: the lines after it are ignored
-                    break
-                end = line_end
-            os.ftruncate(own.fd, end)
-            unless_resumed.pop_all()
+        with open(fd, "rb", closefd=False) as file:
+            whole = _whole_lines(file.read())
+        if not whole:
+            return None
+        if changed := _difference(first, whole[0][0]):
+            raise CheckpointError(
+                folder.path,
+                "the unfinished conversion there cannot be continued",
+                "the same source and options (overwrite begins again)",
+                f"another {changed}",
+            )
+        made = cls(fd)
+        made.replaces = whole[0][0].get("replaces") is True
+        end = whole[0][1]
+        for line, line_end in whole[1:]:
+            try:
+                made._take(line)
+            except (TypeError, ValueError):  # damaged: the lines after it are ignored
+                break
+            end = line_end
+        os.ftruncate(fd, end)
         return made
 
     def add(self, finished: Mapping[int, Finished]) -> None:
         """Record tensors whose bytes are on the disk; an OSError leaves the journal as it was."""
-        self._write(one.to_json(i) for i, one in finished.items())
+        self._write(
+            {"tensor": [i, one.digest, *astuple(one.counts)]}
+            | ({} if one.errors is None else {"errors": astuple(one.errors)})
+            for i, one in finished.items()
+        )
         self.finished.update(finished)
 
     def forget(self, indices: Sequence[int]) -> None:
@@ -149,10 +146,6 @@ class Journal:
         """Record that all is written; ``files`` to publish: digest by path ("": tensor files)."""
         self._write([{"publish": dict(files)}])
         self.published = dict(files)
-
-    def close(self) -> None:
-        """Close the journal's file."""
-        self._own.close()
 
     def _take(self, line: Mapping[str, Any]) -> None:
         """Update this journal by a line that was read; TypeError or ValueError if it is damaged."""
@@ -177,14 +170,14 @@ class Journal:
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append lines and sync them to the disk, or raise OSError and append nothing."""
         data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-        before = os.fstat(self._own.fd).st_size
+        before = os.fstat(self._fd).st_size
         try:
             done = 0
             while done < len(data):
-                done += os.write(self._own.fd, data[done:])
-            sync(self._own.fd)
+                done += os.write(self._fd, data[done:])
+            sync(self._fd)
         except OSError:
-            os.ftruncate(self._own.fd, before)  # a full disk may have taken half a line
+            os.ftruncate(self._fd, before)  # a full disk may have taken half a line
             raise
 
 

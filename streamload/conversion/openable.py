@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Protocol
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.weights import Packed
@@ -135,22 +135,14 @@ def asked_of_models(
     return Verdict(left, said["modules"], said["said"], True, kinds, tuple(notes))
 
 
-class Judging:
+class Judging(ExitStack):
     """Asks the judge for one conversion, in this process or in a child process.
 
     The child answers until the ``with`` or this process ends; if little memory is free, one
     question only.
     """
 
-    def __init__(self) -> None:
-        self._child = ExitStack()
-        self._ask_child: Callable[[str], Any] | None = None  # while there is a child
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
+    _ask_child: Callable[[str], Any] | None = None  # while there is a child
 
     def why_not_opened(self, folder: Path, source: Path | None) -> str:
         """Return why `from_pretrained` cannot open a folder, or run its model; "" if it can.
@@ -178,20 +170,16 @@ class Judging:
             return f"it takes {format_bytes(_CHILD_NBYTES)}, {format_bytes(free_nbytes)} are free"
         keeps = False
         try:
-            self._ask_child = self._ask_child or self._child.enter_context(_child())
+            self._ask_child = self._ask_child or self.enter_context(_child())
             found = self._ask_child(json.dumps({"question": question, **given}))
             keeps = _free_nbytes() >= _KEPT_NBYTES
         except OSError as error:
             return str(error)
         finally:
             if not keeps:
-                self._end()
+                self._ask_child = None
+                self.close()
         return found
-
-    def _end(self) -> None:
-        """End the child if there is one."""
-        self._ask_child = None
-        self._child.close()
 
 
 @contextmanager

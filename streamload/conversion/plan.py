@@ -43,7 +43,7 @@ from streamload.conversion.companions import (
     main_dtype,
 )
 from streamload.conversion.disk import file_digest
-from streamload.conversion.openable import Judging, Verdict, asked_of_models, is_here
+from streamload.conversion.openable import Verdict
 from streamload.conversion.quantize import all_entries, described, kept_back, wanted_of
 from streamload.conversion.rename import check_rename, rules_of
 from streamload.core.chart import Shown
@@ -53,7 +53,6 @@ from streamload.core.units import format_bytes, format_table, parse_bytes, round
 from streamload.errors import CheckpointError, UnsupportedCastError, printed
 from streamload.files.folder import ResolvedKind
 from streamload.files.header import SAFETENSORS, is_text
-from streamload.formats.gguf.architectures import of_model
 from streamload.formats.gguf.sizes import check_config
 from streamload.formats.imatrix import Importance, read_imatrix
 from streamload.formats.safetensors import parse_header
@@ -62,7 +61,6 @@ from streamload.formats.writer import (
     Model,
     OutFile,
     OutTensor,
-    Target,
     writer_of,
     written,
 )
@@ -214,8 +212,12 @@ class ConvertOptions:
         out_of_range: OutOfRange,
         max_shard_size: float | str | None,
         nodes: Sequence[Node] | None,
+        imatrix: str | os.PathLike[str] | None,
     ) -> Self:
-        """Check the arguments of `convert` that depend on the output format; raises ValueError."""
+        """Check the arguments of `convert` that depend on the output format.
+
+        Raises ValueError, or CheckpointError for an importance matrix that cannot be read.
+        """
         check_value("out_of_range", out_of_range)
         writer = writer_of(to)
         notes: list[str] = []
@@ -229,7 +231,7 @@ class ConvertOptions:
             raise ValueError("max_shard_size is at least 1 byte")
         if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
             raise ValueError("nodes is a list of Node, and each has a budget of its own")
-        return cls(
+        options = cls(
             DTypePolicy.parse(dtype),
             out_of_range,
             max_nbytes,
@@ -239,44 +241,17 @@ class ConvertOptions:
             runtime=runtime,
             notes=tuple(notes),
         )
-
-    def weighted(self, imatrix: str | os.PathLike[str] | None) -> Self:
-        """Return these options with an importance matrix; raises CheckpointError or ValueError."""
         if imatrix is None:
-            return self
-        formats = self.writer.weighted
-        if not any(format in formats for _, format in self.quant.rules):
+            return options
+        if not any(format in writer.weighted for _, format in options.quant.rules):
             of = [f'to="{name}"' for name in written() if writer_of(name).weighted]
-            known = " or ".join(formats) or f"those of {' or '.join(of)}"
+            known = " or ".join(writer.weighted) or f"those of {' or '.join(of)}"
             raise ValueError(f"imatrix weighs quant {known} alone")
         path = Path(imatrix)
         found = read_imatrix(path)
         for each in found.values():  # refused before anything is written
             each.read()
-        return replace(self, imatrix=found, imatrix_digest=file_digest(path))
-
-    def asked_of_models(
-        self, checkpoint: Checkpoint, judging: Judging, noted: Mapping[str, Any]
-    ) -> Self:
-        """Return these options, changed to leave unquantized any weight that no module can hold.
-
-        ``noted`` has the fields of the `Verdict` in an unfinished conversion's journal, used if the
-        model cannot be asked. Raises ValueError if no weight can be quantized.
-        """
-        if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
-            return self
-        verdict = asked_of_models(checkpoint, self.quant, judging)
-        if noted and not (verdict is not None and verdict.known):
-            verdict = Verdict(**noted)
-        if verdict is None:
-            return self
-        quant, notes = self.quant.leaving(verdict.kinds), (*self.notes, *verdict.notes)
-        return replace(self, quant=quant, notes=notes, verdict=verdict)
-
-    def asks_to_open(self, checkpoint: Checkpoint) -> bool:
-        """Whether transformers is asked to open the output: `check_config` knows no such model."""
-        is_plain = self.writer.name == SAFETENSORS and self.rename is None
-        return is_plain and of_model(checkpoint.config) is None and is_here(checkpoint)
+        return replace(options, imatrix=found, imatrix_digest=file_digest(path))
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values; a callable ``rename`` becomes a fixed text."""
@@ -328,7 +303,7 @@ class ConvertPlan(Shown):
     @property
     def read_nbytes(self) -> int:
         """Bytes of tensors to read from the source."""
-        return sum(t.read_nbytes for file in self.files for t in file.tensors)
+        return sum(t.reads.total() for file in self.files for t in file.tensors)
 
     @property
     def written_nbytes(self) -> int:
@@ -386,11 +361,6 @@ class ConvertPlan(Shown):
         order = (*self.subfolders, *self.folders).index
         paths = sorted((*small, *sidecars, *large), key=lambda path: order(folder_of(path)))
         return (*paths, *(file.path for file in self.indexes))
-
-    def below(self, folder: str) -> tuple[str, ...]:
-        """Return the paths of all files in a folder, relative to it, in the order of `paths`."""
-        start = in_folder(folder, "")
-        return tuple(path.removeprefix(start) for path in self.paths if path.startswith(start))
 
     @property
     def digest(self) -> str:
@@ -503,7 +473,12 @@ def plan_conversion(
     )
     writer = options.writer(model)
     lists = all_entries(writer.tensors(), options.quant)
-    _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
+    named = Counter(e.name for one in lists for each in one for e in each)
+    if named and max(named.values()) > 1:
+        if any(each.quant is not None for each in wanted.values()):
+            check_distinct([*named.elements()], wanted)
+        (twice, count), *_ = named.most_common(1)
+        raise CheckpointError(checkpoint.path, f"{count} tensors would be called {twice!r}")
     notes += writer.notes()
     said = {k: v for k, (v, _) in settled.items() if checkpoint.config.get(k) not in (None, v)}
     notes += [
@@ -550,17 +525,6 @@ def plan_conversion(
         wants_sums=writer.wants_sums,
         verdict=options.verdict,
     )
-
-
-def _check_names(
-    checkpoint: Checkpoint, names: Sequence[str], wanted: Mapping[str, Target]
-) -> None:
-    """Raise CheckpointError, or ValueError after a quantization, if two output names are equal."""
-    if any(each.quant is not None for each in wanted.values()):
-        check_distinct(names, wanted)
-    (twice, count), *_ = Counter(names).most_common(1) or [("", 0)]
-    if count > 1:
-        raise CheckpointError(checkpoint.path, f"{count} tensors would be called {twice!r}")
 
 
 def _documents(writer: FormatWriter, files: Sequence[OutFile], folder: str) -> Iterator[SmallFile]:
@@ -639,26 +603,22 @@ def _chosen(
             raise CheckpointError(
                 checkpoint.path, f"{name!r} cannot be a tensor's name", tensor=tensor
             )
-    dtypes = {tensor: _dtype(checkpoint, tensor, options.policy) for tensor in wanted.values()}
+    dtypes: dict[str, DType] = {}
+    for name in wanted.values():
+        info = checkpoint.tensors[name]
+        # without a rule a tensor stays as it is
+        dst = options.policy.resolve(name, info.dtype, native_bf16=True)
+        if dst is not info.dtype and isinstance(info, Packed):
+            check_target(info, dst)
+        elif dst is not info.dtype:
+            if not supported(info.dtype, dst):
+                raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
+            if (kept := kept_dtype(checkpoint.members, info)) is not None:
+                dst = kept
+            else:
+                check_cast(checkpoint.layouts, name, dst, 'keep them with the dtype "checkpoint"')
+        dtypes[name] = dst
     return chosen, fill, dtypes
-
-
-def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
-    """Return a source tensor's output dtype; UnsupportedCastError if it cannot be cast to it."""
-    info = checkpoint.tensors[name]
-    # without a rule a tensor stays as it is
-    dst = policy.resolve(name, info.dtype, native_bf16=True)
-    if dst is info.dtype:
-        return dst
-    if isinstance(info, Packed):
-        check_target(info, dst)
-        return dst
-    if not supported(info.dtype, dst):
-        raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
-    if (kept := kept_dtype(checkpoint.members, info)) is not None:
-        return kept
-    check_cast(checkpoint.layouts, name, dst, 'keep them with the dtype "checkpoint"')
-    return dst
 
 
 def _parts(

@@ -16,7 +16,7 @@ from streamload.conversion.openable import Verdict
 from streamload.core.dtypes import DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
-from streamload.formats.writer import Joined, OutTensor, Target
+from streamload.formats.writer import Joined, OutTensor
 from streamload.planning.dequantize import all_dequantized
 from streamload.planning.match import wants_of
 from streamload.planning.moves import DTypePolicy
@@ -48,8 +48,8 @@ def wanted_of(
     policy: QuantPolicy,
     *,
     of_modules: bool,
-) -> dict[str, Target]:
-    """Return by output name the `Target` of each tensor to write: its source, dtype and format.
+) -> dict[str, OutTensor]:
+    """Return by output name the `OutTensor` of each tensor to write: its source, dtype and format.
 
     ``fill``: sources by output name; ``dtypes``: by source tensor, dtypes of weights that are not
     quantized; ``of_modules``: whether weights are stored as modules hold them, a Conv1D's
@@ -59,8 +59,7 @@ def wanted_of(
     if policy:  # else tensors may belong to a quantized weight that is not selected whole
         formats = policy.formats(chosen, wants_of(chosen, fill))
     stored = {name: one for header in chosen.shards for name, one in header.stored.items()}
-    out: dict[str, Target] = {}
-    # one by one: there may be very many, and a `TensorRequest` takes much more than a `Target`
+    out: dict[str, OutTensor] = {}
     for (name, source), format in zip(fill.items(), formats, strict=True):
         info = chosen.tensors[source.rows[0].tensor]
         made, shape = Joined.of(info) if isinstance(info, Changed) else None, shape_in_models(info)
@@ -74,14 +73,14 @@ def wanted_of(
             made = (made or Joined.of(info)).transposed(*shape)
             shape = shape[::-1]
         known = stored.get(info.name) if not isinstance(info, Packed) else None
-        out[name] = Target(name, info, dtypes[info.name], shape, format, made, known)
+        out[name] = OutTensor(name, info, dtypes[info.name], shape, format, made, known)
     return out
 
 
 def all_entries(
-    lists: Iterable[Sequence[Target]], policy: QuantPolicy
+    lists: Iterable[Sequence[OutTensor]], policy: QuantPolicy
 ) -> list[list[list[OutTensor]]]:
-    """Return the output tensors of each target, as `entries_of` does, nested like ``lists``.
+    """Return the output tensors of each target, nested like ``lists``: several if it is quantized.
 
     One UnsupportedCastError names all weights that cannot be quantized.
     """
@@ -91,41 +90,39 @@ def all_entries(
     for listed in lists:
         out.append([])
         for wanted in listed:
-            try:
-                out[-1].append(entries_of(wanted))
-            except UnsupportedCastError as error:
-                if wanted.quant is None or error.dst != wanted.quant:
-                    raise
-                refused[wanted.info.name] = error
+            info, made, quant = wanted.info, wanted.made, wanted.quant
+            assert made is None or made.numel == wanted.numel, wanted.name
+            for each in made.infos if made is not None else ():
+                _check_dtypes(each, wanted)
+            if quant is None:
+                if not (info.dtype is wanted.dtype or isinstance(info, Packed)):
+                    _check_dtypes(info, wanted)
+                out[-1].append([wanted])
                 continue
-            if wanted.quant is not None:
-                taken.append(wanted.info.name)
+            src = info.dtype if made is None else made.src
+            try:
+                parts = codings_of(info, wanted.shape, src, quant)
+            except UnsupportedCastError as error:
+                refused[info.name] = error
+                continue
+            taken.append(info.name)
+            out[-1].append(
+                [
+                    wanted._replace(
+                        name=part.name(wanted.name),
+                        dtype=part.dtype,
+                        shape=part.shape,
+                        coding=coding,
+                    )
+                    for part, coding in parts
+                ]
+            )
     if refused:
         raise leaving(refused, taken, policy)
     return out
 
 
-def entries_of(wanted: Target) -> list[OutTensor]:
-    """Return a tensor's entries in the output: several if it is quantized (codes, scales)."""
-    info, made = wanted.info, wanted.made
-    assert made is None or made.numel == wanted.numel, wanted.name
-    for each in made.infos if made is not None else ():
-        _check_dtypes(each, wanted)
-    if wanted.quant is None:
-        if not (info.dtype is wanted.dtype or isinstance(info, Packed)):
-            _check_dtypes(info, wanted)
-        return [OutTensor(wanted.name, info, wanted.dtype, wanted.shape, None, made)]
-    src = info.dtype if made is None else made.src
-    return [
-        OutTensor(
-            *(part.name(wanted.name), info, part.dtype, part.shape, coding, made),
-            importance=wanted.importance,
-        )
-        for part, coding in codings_of(info, wanted.shape, src, wanted.quant)
-    ]
-
-
-def _check_dtypes(info: TensorInfo, wanted: Target) -> None:
+def _check_dtypes(info: TensorInfo, wanted: OutTensor) -> None:
     """Raise UnsupportedCastError if ``info`` cannot be cast, or permuted, as ``wanted`` asks."""
     dst = wanted.dtype if wanted.quant is None else wanted.source.src
     if isinstance(info, Packed):

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
@@ -42,7 +42,7 @@ from streamload.conversion.blocks import (
     least_nbytes,
     most_codes,
 )
-from streamload.conversion.destination import OUT, Destination
+from streamload.conversion.destination import OUT, RESERVE, Destination
 from streamload.conversion.disk import FileSum, Output, writing_to
 from streamload.conversion.journal import Finished, Journal
 from streamload.conversion.plan import ConvertPlan, folder_of, in_folder
@@ -136,7 +136,7 @@ class Writer:
             file.left_nbytes += t.nbytes
             if self._wants_sums:
                 coming[file].append((t.start, t.stop))
-            self._unread.update(_reads(t))
+            self._unread.update(t.reads)
             if t.coding is not None:
                 of_weight = auxiliary.setdefault((folder_of(file.out.path), weight_of(t)), [])
                 if t.is_auxiliary:
@@ -152,23 +152,42 @@ class Writer:
                 file.sum = FileSum(file.out.nbytes, coming[file])
 
     def _cut(self, file: File) -> Iterator[Block]:
-        """Yield a file's header and unfinished tensors in blocks, in the order of the file."""
+        """Yield a file's header and unfinished tensors in blocks, in the order of the file.
+
+        A tensor that is permuted, or quantized here, shares no block with others: its blocks are
+        whole quantization units, and whole rows if they fit.
+        """
         nbytes = self._way.block_nbytes
         block = Block(file, 0)
         tensors, file.tensors = file.tensors, []  # they go as they are written
         ranges = ((t, t.out.start, t.out.stop) for t in tensors)
         for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
-            if tensor is not None and tensor.is_alone:
-                if block.runs:
-                    yield block
-                yield from self._cut_units(tensor)
-                block = Block(file, stop // nbytes * nbytes)
+            turn, coding = (tensor.out.turn, tensor.out.coding) if tensor else (None, None)
+            if tensor is None or (coding is None and (turn is None or start == stop)):
+                for first, last in cut(start, stop, nbytes, base=0):
+                    if first >= block.start + nbytes:
+                        yield block
+                        block = Block(file, first // nbytes * nbytes)
+                    block.add(tensor, first, last, nbytes)
                 continue
-            for first, last in cut(start, stop, nbytes, base=0):
-                if first >= block.start + nbytes:
-                    yield block
-                    block = Block(file, first // nbytes * nbytes)
-                block.add(tensor, first, last, nbytes)
+            if block.runs:
+                yield block
+            out, most_nbytes = tensor.out, nbytes if turn is None else self._way.turned_nbytes
+            if coding is not None:
+                weights = None if out.importance is None else out.importance.read()
+                tensor.encoder = encoder_of(coding, out.src, weights)
+                tensor.errors = QuantCounts()
+            if turn is not None and coding is not None:
+                step = most_codes(out, coding, most_nbytes)  # a block is read at once
+            else:
+                unit_nbytes = least_nbytes(out, most_nbytes)
+                whole = most_nbytes // unit_nbytes * unit_nbytes
+                step = whole or most_nbytes // _ELEMENT * _ELEMENT
+            for first, last in cut(start, stop, step):
+                block = Block(file, first)
+                block.add(tensor, first, last, most_nbytes)
+                yield block
+            block = Block(file, stop // nbytes * nbytes)
         if block.runs:
             yield block
 
@@ -190,24 +209,6 @@ class Writer:
             self._cuts.remove(blocks)
             self._own = {thread: one for thread, one in self._own.items() if one is not blocks}
         return None
-
-    def _cut_units(self, tensor: Writing) -> Iterator[Block]:
-        """Yield blocks of one large tensor: whole quantization units, whole rows if they fit."""
-        out = tensor.out
-        nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
-        if out.coding is not None:
-            weights = None if out.importance is None else out.importance.read()
-            tensor.encoder = encoder_of(out.coding, out.src, weights)
-            tensor.errors = QuantCounts()
-        if out.turn is not None and out.coding is not None:
-            step = most_codes(out, out.coding, nbytes)  # a block is read at once
-        else:
-            unit_nbytes = least_nbytes(out, nbytes)
-            step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
-        for first, last in cut(out.start, out.stop, step):
-            block = Block(tensor.file, first)
-            block.add(tensor, first, last, nbytes)
-            yield block
 
     def run(self, tell: Callable[[int], None]) -> None:
         """Write all unfinished tensors to the disk and into the journal.
@@ -236,7 +237,7 @@ class Writer:
                 crew.shutdown()
                 # room for the journal if the disk is full
                 with suppress(OSError, CheckpointError):
-                    self._destination.give_up_reserve()
+                    self._destination.root.unlink(RESERVE)
                 with suppress(CheckpointError):  # only the first error is raised
                     self._commit()
                 raise
@@ -267,8 +268,12 @@ class Writer:
             for file in dict.fromkeys((*whole, *(tensor.file for tensor in batch))):
                 if file.output is not None:  # None if its tensors have no bytes
                     file.output.sync()
+            finished = {
+                t.index: Finished(t.digest, t.counts, t.errors and t.errors.rounded())
+                for t in batch
+            }
             with writing_to(self._destination.path):
-                self._journal.add({t.index: t.finished for t in batch})
+                self._journal.add(finished)
         except BaseException:
             with self._changed:
                 self._written += batch  # there may be room for it later
@@ -317,11 +322,17 @@ class Writer:
                 continue
             with self._shards.block(info.shard, start, stop, room, info.name) as view:
                 for part in window:
+                    encoder, src = part.tensor.encoder, part.tensor.out.info.dtype
                     with (
                         view[part.read - start : part.read_stop - start] as data,
                         memory[part.start - block.start : part.stop - block.start] as out,
                     ):
-                        counted.append(self._make(part, data, out))
+                        if encoder is None:
+                            counts = self._casts[src, part.tensor.out.dtype](data, out)
+                            counted.append((counts, _NO_ERRORS))
+                            continue
+                        first = (part.read - part.tensor.out.info.start) // src.itemsize
+                        counted.append((ZERO, encoder.encode(data, out, first)))
             self._has_read({info.shard: stop - start})
         for part, found in zip(chain.from_iterable(block.windows), counted, strict=True):
             with memory[part.start - block.start : part.stop - block.start] as out:
@@ -374,14 +385,6 @@ class Writer:
             self._elements.held = held = memoryview(bytearray(nbytes))
         return held[:nbytes]
 
-    def _make(self, part: Part, data: memoryview, out: memoryview) -> _Counted:
-        """Cast or quantize ``data`` into ``out``; returns cast counts and errors of codes."""
-        tensor, info = part.tensor, part.tensor.out.info
-        if tensor.encoder is None:
-            return self._casts[info.dtype, tensor.out.dtype](data, out), _NO_ERRORS
-        first = (part.read - info.start) // info.dtype.itemsize
-        return ZERO, tensor.encoder.encode(data, out, first)
-
     def _digest(self, part: Part, out: memoryview, counts: CastCounts, errors: QuantCounts) -> None:
         """Add a part to its tensor's digest and counts, once all bytes before it were added.
 
@@ -427,10 +430,20 @@ class Writer:
                         done.append(part.tensor)
         for out in (tensor.out for tensor in done):
             if out.is_assembled:
-                self._has_read(_reads(out))
+                self._has_read(out.reads)
                 for info in out.infos:
                     self._decoders.drop(info.name, out.dtype if out.coding is None else out.src)
-        auxiliary = [part for tensor in done for part in self._put_auxiliary(tensor)]
+        auxiliary: list[Writing] = []
+        for codes in done:
+            if codes.encoder is None:
+                continue
+            made, codes.encoder = codes.encoder.finish(), None
+            for each in codes.auxiliary:
+                assert each.out.coding is not None, each.out.name
+                data = made[each.out.coding.part]
+                each.digest = digest_of([data])
+                self._write(each.file, each.out.start, data)
+            auxiliary += codes.auxiliary
         with self._changed:
             # a quantized weight at once: the journal has all of its tensors or none
             self._written += done + auxiliary
@@ -444,19 +457,6 @@ class Writer:
                 self.sums[file.out.path] = file.sum.hexdigest()
         with self._changed:
             self._whole += whole
-
-    def _put_auxiliary(self, codes: Writing) -> Sequence[Writing]:
-        """Write the scales of a weight whose codes are all written; returns their records."""
-        if codes.encoder is None:
-            return []
-        made, codes.encoder = codes.encoder.finish(), None
-        for part in codes.auxiliary:
-            out = part.out
-            assert out.coding is not None, out.name
-            data = made[out.coding.part]
-            part.digest = digest_of([data])
-            self._write(part.file, out.start, data)
-        return codes.auxiliary
 
     def _write(self, file: File, start: int, data: memoryview) -> None:
         """Write bytes of a file from ``start`` on, and wait for the disk a few blocks later."""
@@ -507,17 +507,6 @@ def _check_quantized(tensor: Writing) -> None:
 def weight_of(out: OutTensor) -> object:
     """Return a key that the output tensors of one quantized weight share, within a folder."""
     return out.info.name if out.made is None else id(out.made)
-
-
-def _reads(out: OutTensor) -> Counter[Location]:
-    """Return how many bytes to read for an output tensor, by source file."""
-    if out.made is None or out.is_auxiliary:
-        return Counter({out.info.shard: out.read_nbytes})
-    found: Counter[Location] = Counter()
-    for piece in out.made.pieces:
-        if piece.info is not None:
-            found[piece.info.shard] += piece.read_nbytes
-    return found
 
 
 class _StoppedError(Exception):

@@ -19,7 +19,7 @@ from typing import Any
 
 from streamload.core.dtypes import BF16, F32, parse_dtype
 from streamload.core.units import round_up
-from streamload.formats.writer import FormatWriter, Model, OutFile, OutTensor, Target, placed
+from streamload.formats.writer import FormatWriter, Model, OutFile, OutTensor, placed
 
 _MAGIC = 20240326
 _VERSIONS = {F32: 3, BF16: 5}
@@ -80,7 +80,7 @@ class LlmC(FormatWriter):
             raise ValueError(f"llm.c reads files of one dtype: dtype={known}, not {dtype!r}")
         return found.name, None
 
-    def tensors(self) -> Sequence[Sequence[Target]]:
+    def tensors(self) -> Sequence[Sequence[OutTensor]]:
         """Return the tensors in the order of the C program: each kind of tensor of all layers."""
         model, numbers = self.model, _numbers(self.model)
         width = numbers["n_embd"]
@@ -114,7 +114,7 @@ class LlmC(FormatWriter):
         return [placed("model.bin", header, flat)]
 
 
-def _as_read(name: str, target: Target) -> Target:
+def _as_read(name: str, target: OutTensor) -> OutTensor:
     """Return a tensor as the C program reads it: the embedding padded, matrices transposed."""
     made, shape = target.made, target.shape
     if name == "wte.weight":
@@ -122,7 +122,7 @@ def _as_read(name: str, target: Target) -> Target:
         made, shape = target.source.padded((rows - shape[0]) * shape[1]), (rows, shape[1])
     elif name not in _FIRST and len(shape) == 2:
         made, shape = target.source.transposed(*shape), shape[::-1]
-    return Target(name, target.info, target.dtype, shape, made=made)
+    return OutTensor(name, target.info, target.dtype, shape, made=made)
 
 
 def _numbers(model: Model) -> dict[str, int]:

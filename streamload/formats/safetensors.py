@@ -298,12 +298,13 @@ class SafetensorsWriter(FormatWriter):
 
 def _file(path: str, tensors: Sequence[OutTensor], metadata: Mapping[str, str]) -> OutFile:
     """Return a file of these tensors, placed, with its header."""
-    # stable: but for the few of odd lengths, in the order in which they are read
-    ordered = sorted(tensors, key=lambda each: -_divisor(each.nbytes))
+    # by the largest power of two up to 64 that divides the length; stable: but for the few of odd
+    # lengths, in the order in which they are read
+    ordered = sorted(tensors, key=lambda t: -min(t.nbytes & -t.nbytes or _ALIGNMENT, _ALIGNMENT))
     at = 0
     # grown in place: there may be very many tensors
     text = bytearray(PREFIX_NBYTES)
-    text += b'{"__metadata__":' + _json(dict(metadata))
+    text += b'{"__metadata__":' + _json(dict(metadata)).encode()
     for each in ordered:
         text += b"," + _entry(each, at, at := at + each.nbytes)
     text += b"}"
@@ -315,16 +316,7 @@ def _file(path: str, tensors: Sequence[OutTensor], metadata: Mapping[str, str]) 
 def _entry(each: OutTensor, start: int, stop: int) -> bytes:
     """Return a tensor's member of the header's JSON; offsets count from the start of the data."""
     said = {"dtype": each.dtype.code, "shape": list(each.shape), "data_offsets": [start, stop]}
-    return _json(each.name) + b":" + _json(said)
+    return f"{_json(each.name)}:{_json(said)}".encode()
 
 
-def _divisor(nbytes: int) -> int:
-    """Return the largest power of two up to 64 that divides a length in bytes."""
-    return min(nbytes & -nbytes or _ALIGNMENT, _ALIGNMENT)
-
-
-_encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
-
-
-def _json(document: object) -> bytes:
-    return _encoder.encode(document).encode()
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode

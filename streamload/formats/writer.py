@@ -2,10 +2,10 @@
 
 To add a format that `convert --to NAME` writes, derive a class from `FormatWriter`, and name it in
 the format's row (`Format.writes`). An instance serves one conversion. It works on headers alone, in
-two steps. `FormatWriter.tensors` lists `Target` tensors with the format's own names and dtypes,
-each joined from tensors of the source (`Joined`: permuted, transposed, padded, with constants
-between them), and optionally quantized. The planner makes an `OutTensor` of each, or one for each
-part (values, scales) of a quantized weight. `FormatWriter.files` gives the bytes of each file's
+two steps. `FormatWriter.tensors` lists each `OutTensor` with the format's own names and dtypes,
+joined from tensors of the source (`Joined`: permuted, transposed, padded, with constants
+between them), and optionally quantized. The planner replaces a quantized weight by its parts
+(values, scales). `FormatWriter.files` gives the bytes of each file's
 header and the offset of each tensor (`placed`); `FormatWriter.documents` makes small files for the
 same folder.
 
@@ -22,6 +22,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -137,11 +138,6 @@ class Joined:
         plain = len(dtypes) == 1 and not any(info.is_computed for info in self.infos)
         return dtypes.pop() if plain else F32
 
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes of the source that are read for all slices."""
-        return sum(piece.read_nbytes for piece in self.pieces)
-
     def _flat(self) -> tuple[Slice, ...]:
         """Return slices, `turn` moved into the only one; ValueError unless it is a whole tensor."""
         if self.turn is None:
@@ -152,9 +148,10 @@ class Joined:
         return (replace(piece, turn=self.turn),)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A tensor to write; in a `Model`, a tensor of the source with the model's shape.
+class OutTensor(NamedTuple):
+    """A tensor to write, or one part (values, scales) of a quantized one.
+
+    In a `Model`, a tensor of the source with the model's shape.
 
     Attributes:
         info: the source tensor for error messages; without ``made``, the whole source.
@@ -162,6 +159,8 @@ class Target:
         made: the source elements, joined or permuted; None for ``info`` in the order of its file.
         stored: how ``info`` stores blocks that are copied as they are; ``shape`` counts bytes then.
         importance: the weights of columns by which it is quantized; None for equal weights.
+        coding: how the part is computed from the weight; None if not quantized.
+        start: first byte, counted from the start of the file; 0 before it is `placed`.
     """
 
     name: str
@@ -172,6 +171,8 @@ class Target:
     made: Joined | None = None
     stored: Stored | None = None
     importance: Importance | None = None
+    coding: Coding | None = None
+    start: int = 0
 
     @property
     def source(self) -> Joined:
@@ -182,24 +183,6 @@ class Target:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-
-class OutTensor(NamedTuple):
-    """A tensor of an output file: a `Target`, or one part (values, scales) of a quantized one.
-
-    Attributes:
-        coding: how the part is computed from the weight; None if not quantized.
-        start: first byte, counted from the start of the file; 0 before it is `placed`.
-    """
-
-    name: str
-    info: TensorInfo
-    dtype: DType
-    shape: tuple[int, ...]
-    coding: Coding | None = None
-    made: Joined | None = None
-    start: int = 0
-    importance: Importance | None = None
 
     @property
     def nbytes(self) -> int:
@@ -240,11 +223,15 @@ class OutTensor(NamedTuple):
         return self.made is not None or self.info.is_computed
 
     @property
-    def read_nbytes(self) -> int:
-        """Bytes of the source that are read for it; 0 for by-products of quantizing."""
-        if self.is_auxiliary:
-            return 0
-        return self.info.nbytes if self.made is None else self.made.read_nbytes
+    def reads(self) -> Counter[Location]:
+        """Bytes that are read for it, by source file; none for by-products of quantizing."""
+        found = Counter[Location]()
+        for piece in self.made.pieces if self.made is not None else ():
+            if piece.info is not None and not self.is_auxiliary:
+                found[piece.info.shard] += piece.read_nbytes
+        if self.made is None and not self.is_auxiliary:
+            found[self.info.shard] = self.info.nbytes
+        return found
 
     @property
     def became(self) -> str:
@@ -330,7 +317,7 @@ class Model:
 
     path: Location
     config: Mapping[str, Any]
-    tensors: Mapping[str, Target]
+    tensors: Mapping[str, OutTensor]
     metadata: Mapping[str, str]
     companions: Mapping[str, Callable[[], bytes]]
     dtype: DType | None = None
@@ -369,7 +356,9 @@ class Model:
                 why = f": {self.by_tensors[key]}" if key in self.by_tensors else " in config.json"
                 self.refuse(f"{runtime} has no such {key}{why}", expected, repr(found))
 
-    def take(self, found: Target | None, name: str, shape: tuple[int, ...], problem: str) -> Target:
+    def take(
+        self, found: OutTensor | None, name: str, shape: tuple[int, ...], problem: str
+    ) -> OutTensor:
         """Return ``found``, the tensor ``name``; raise CheckpointError if it is None.
 
         Also raise it, with the message ``problem``, if the tensor's shape is not ``shape``.
@@ -380,13 +369,13 @@ class Model:
             self.refuse(problem, list(shape), list(found.shape), found.info.name)
         return found
 
-    def by_name(self, prefix: str = "") -> dict[str, Target]:
+    def by_name(self, prefix: str = "") -> dict[str, OutTensor]:
         """Return all tensors by name; ``prefix`` is removed from the names that have it.
 
         Experts that are one tensor are listed one by one, as checkpoints of single experts name
         them: (experts, rows, columns), of which gate has the first half of ``gate_up_proj``'s rows.
         """
-        found: dict[str, Target] = {}
+        found: dict[str, OutTensor] = {}
         for name, target in self.tensors.items():
             fused = FUSED_EXPERTS.fullmatch(name)
             if fused is None or len(target.shape) != 3 or target.stored is not None:
@@ -402,7 +391,7 @@ class Model:
                     piece = replace(target.source.pieces[0], first=at, stop=at + numel)
                     own = f"{fused[1]}.{expert}.{kind}_proj.weight".removeprefix(prefix)
                     shape, made = (numel // columns, columns), Joined((piece,))
-                    found[own] = replace(target, name=own, shape=shape, made=made)
+                    found[own] = target._replace(name=own, shape=shape, made=made)
                     at += numel
         return found
 
@@ -451,7 +440,7 @@ class FormatWriter(ABC):
         """
         return dtype, quant
 
-    def tensors(self) -> Sequence[Sequence[Target]]:
+    def tensors(self) -> Sequence[Sequence[OutTensor]]:
         """Return the tensors to write, in order; those of one list stay in one file.
 
         Raises:

@@ -46,7 +46,6 @@ from streamload.formats.writer import (
     Model,
     OutFile,
     OutTensor,
-    Target,
     placed,
 )
 
@@ -201,9 +200,9 @@ class Puzzle(FormatWriter):
 
     name = "puzzle"
     wants_sums = True
-    make: Callable[[Model], Sequence[Target]]
+    make: Callable[[Model], Sequence[OutTensor]]
 
-    def tensors(self) -> Sequence[Sequence[Target]]:
+    def tensors(self) -> Sequence[Sequence[OutTensor]]:
         return [[wanted] for wanted in type(self).make(self.model)]
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
@@ -261,7 +260,7 @@ def source(folder: Path) -> dict[str, Array]:
 
 
 def convert(
-    folder: Path, out: Path, make: Callable[[Model], Sequence[Target]], **options: Any
+    folder: Path, out: Path, make: Callable[[Model], Sequence[OutTensor]], **options: Any
 ) -> dict[str, bytes]:
     Puzzle.make = staticmethod(make)
     quiet(folder, out, to="puzzle", verify=True, **options)
@@ -274,9 +273,9 @@ def convert(
     return {n: (out / path).read_bytes()[a:z] for n, (path, a, z) in places.items()}
 
 
-def wanted(model: Model, name: str, of: str, made: Joined, dtype: DType = F32) -> Target:
+def wanted(model: Model, name: str, of: str, made: Joined, dtype: DType = F32) -> OutTensor:
     """A tensor of one axis that is made of others."""
-    return Target(name, model.tensors[of].info, dtype, (made.numel,), made=made)
+    return OutTensor(name, model.tensors[of].info, dtype, (made.numel,), made=made)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -284,7 +283,7 @@ def wanted(model: Model, name: str, of: str, made: Joined, dtype: DType = F32) -
 def test_elements_are_those_of_numpy(tmp_path: Path, dtype: DType) -> None:
     arrays = source(tmp_path / "in")
 
-    def make(model: Model) -> list[Target]:
+    def make(model: Model) -> list[OutTensor]:
         q, k, v, odd, wide, stack = (model.tensors[name].source for name in list(SHAPES)[:6])
         permuted = q.permuted(4, 2, 8)
         made = {
@@ -326,14 +325,14 @@ def test_what_is_put_together_is_quantized(tmp_path: Path) -> None:
     """The codes of joined, transposed and plain tensors are those of the whole."""
     arrays = source(tmp_path / "in")
 
-    def make(model: Model) -> list[Target]:
+    def make(model: Model) -> list[OutTensor]:
         q, k, v = (model.tensors[name].source for name in "qkv")
         info, joined = model.tensors["q"].info, Joined.joined([q.permuted(4, 2, 8), k, v])
         return [
-            Target("qkv", info, F32, (96, 96), "q8_0", joined),
-            Target("turned", info, F32, (96, 64), "q4_0", q.transposed(64, 96)),
-            Target("int8", info, F32, (96, 64), "int8", q.transposed(64, 96)),
-            Target("plain", info, F32, (64, 96), "q8_0"),
+            OutTensor("qkv", info, F32, (96, 96), "q8_0", joined),
+            OutTensor("turned", info, F32, (96, 64), "q4_0", q.transposed(64, 96)),
+            OutTensor("int8", info, F32, (96, 64), "int8", q.transposed(64, 96)),
+            OutTensor("plain", info, F32, (64, 96), "q8_0"),
         ]
 
     found = convert(tmp_path / "in", tmp_path / "out", make)
@@ -356,7 +355,7 @@ def test_what_is_put_together_is_quantized(tmp_path: Path) -> None:
 def test_a_conversion_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     source(tmp_path / "in")
 
-    def make(model: Model) -> list[Target]:
+    def make(model: Model) -> list[OutTensor]:
         return list(model.tensors.values())
 
     whole = convert(tmp_path / "in", tmp_path / "whole", make)
@@ -376,19 +375,19 @@ def test_what_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     source(tmp_path / "in")
     write_safetensors(tmp_path / "in" / "2.safetensors", {"ids": ("I64", (4,), bytes(32))})
 
-    def cast(model: Model) -> list[Target]:
+    def cast(model: Model) -> list[OutTensor]:
         return [wanted(model, "ids", "ids", model.tensors["ids"].source)]
 
     with pytest.raises(UnsupportedCastError, match=r"ids.*cannot cast int64 to float32"):
         convert(tmp_path / "in", tmp_path / "out", cast)
 
-    def twice(model: Model) -> list[Target]:
+    def twice(model: Model) -> list[OutTensor]:
         return [model.tensors["q"], model.tensors["q"]]
 
     with pytest.raises(CheckpointError, match="2 tensors would be called 'q'"):
         convert(tmp_path / "in", tmp_path / "out", twice)
 
-    def refuse(model: Model) -> list[Target]:
+    def refuse(model: Model) -> list[OutTensor]:
         model.refuse("puzzles have no such tensor", "none", "one", "odd")
 
     with pytest.raises(CheckpointError, match=r"odd.*no such tensor"):

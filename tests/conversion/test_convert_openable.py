@@ -16,8 +16,8 @@ from transformers_quantized_helpers import load, logits, needs_library, plain, q
 from transformers_quantizing_helpers import error, make, said_in
 
 import streamload
+from streamload.conversion import convert as module
 from streamload.conversion import openable
-from streamload.conversion import plan as planning
 from streamload.conversion.openable import Verdict
 from streamload.errors import CheckpointError
 from streamload.planning.quant_policy import QuantPolicy
@@ -98,7 +98,7 @@ def test_what_would_not_be_opened_is_not_published(
     names = ["transformer.h.0.mlp.dense_4h_to_h.weight"]
     said = {"quant_method": "streamload", "formats": {"q4_0": names}}  # q8_0 is written
     verdict = Verdict(said=said, known=True)
-    monkeypatch.setattr(planning, "asked_of_models", lambda *_: verdict)
+    monkeypatch.setattr(module, "asked_of_models", lambda *_: verdict)
     with pytest.raises(CheckpointError, match=r"is not published: .*dense_4h_to_h"):
         convert(tmp_path / "in", tmp_path / "out", quant={names[0]: "q8_0"})
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".streamload"]

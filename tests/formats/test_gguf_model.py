@@ -16,7 +16,7 @@ from streamload.formats.gguf.constants import TENSOR_TYPE_OF
 from streamload.formats.gguf.layout import Described
 from streamload.formats.gguf.model import metadata, rope_bytes, type_of
 from streamload.formats.gguf.writer import GGUF
-from streamload.formats.writer import Model, Target
+from streamload.formats.writer import Model, OutTensor
 
 F32, F16, BF16, Q8_0, Q4_0 = (TENSOR_TYPE_OF[n] for n in ("F32", "F16", "BF16", "Q8_0", "Q4_0"))
 LLAMA: dict[str, Any] = {
@@ -46,10 +46,10 @@ _LAYER = "model.layers.0."
 
 def _targets(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]], quant: str = "q8_0"
-) -> dict[str, Target]:
+) -> dict[str, OutTensor]:
     path = Path("m")
     tensors = {
-        name: Target(name, TensorInfo(name, BFLOAT16, shape, path, 0, 0), BFLOAT16, shape, quant)
+        name: OutTensor(name, TensorInfo(name, BFLOAT16, shape, path, 0, 0), BFLOAT16, shape, quant)
         for name, shape in shapes.items()
     }
     found = GGUF(Model(path, config, tensors, {}, {})).tensors()

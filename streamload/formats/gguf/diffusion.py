@@ -21,7 +21,7 @@ import numpy as np
 from streamload.core.dtypes import BF16, F16, F32
 from streamload.formats.gguf.constants import TENSOR_TYPE_OF
 from streamload.formats.gguf.mixture import MIXTURES
-from streamload.formats.writer import Model, Target
+from streamload.formats.writer import Model, OutTensor
 
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 _PREFIXES = ("model.diffusion_model.", "model.", "net.")
@@ -156,7 +156,7 @@ class Diffusion:
                     return cls(model, family, prefix)
         return None
 
-    def targets(self) -> dict[str, Target]:
+    def targets(self) -> dict[str, OutTensor]:
         """Return the tensors to write, by name."""
         return {name: self._target(name, target) for name, target in self._tensors.items()}
 
@@ -169,7 +169,7 @@ class Diffusion:
         }
         return {"general.architecture": self._family.name, **shapes}
 
-    def _shape(self, target: Target) -> tuple[int, ...]:
+    def _shape(self, target: OutTensor) -> tuple[int, ...]:
         """Return the shape in the file: that of rows of 256, if others could not be quantized."""
         shape, numel = target.shape, target.numel
         fits = len(shape) > 1 and numel >= _RESHAPED_NUMEL and not numel % _WIDTH
@@ -177,7 +177,7 @@ class Diffusion:
             return shape
         return numel // _WIDTH, _WIDTH
 
-    def _target(self, name: str, target: Target) -> Target:
+    def _target(self, name: str, target: OutTensor) -> OutTensor:
         """Return a tensor to write, in its type and shape."""
         shape = self._shape(target)
         dtype = self._model.dtype or (BF16 if target.info.dtype is BF16 else F16)
@@ -192,8 +192,8 @@ class Diffusion:
             if shape[-1] % kind.dtype.block:
                 kind = TENSOR_TYPE_OF["F16"]
         if not kind.dtype.is_packed:
-            return Target(name, target.info, kind.dtype, shape, None, target.made)
-        return Target(name, target.info, F16, shape, kind.dtype.name, target.made)
+            return OutTensor(name, target.info, kind.dtype, shape, None, target.made)
+        return OutTensor(name, target.info, F16, shape, kind.dtype.name, target.made)
 
     def _is_quantized(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor is a matrix inside of the model; axes of 1 in front count not."""

@@ -50,7 +50,6 @@ from streamload.formats.writer import (
     OutFile,
     OutTensor,
     Slice,
-    Target,
     numbered,
     placed,
     shards,
@@ -109,7 +108,7 @@ class GGUF(FormatWriter):
         return None if self.model.family else Diffusion.of(self.model)
 
     @cached_property
-    def _targets(self) -> dict[str, Target]:
+    def _targets(self) -> dict[str, OutTensor]:
         """The tensors to write, by GGUF's names; CheckpointError for a tensor without any."""
         if self._diffusion is not None:
             return self._diffusion.targets()
@@ -121,8 +120,8 @@ class GGUF(FormatWriter):
         if not kept:
             model.refuse("no tensor of it is written as GGUF")
         sources: dict[tuple[str, int | None], str] = {}  # by GGUF's name and number in a stack
-        found: dict[str, Target] = {}
-        stacks: dict[str, dict[int, Target]] = {}
+        found: dict[str, OutTensor] = {}
+        stacks: dict[str, dict[int, OutTensor]] = {}
         for name, target in kept.items():
             own = architecture.to_gguf(name)
             if own is None or not own.endswith((".weight", ".bias")):
@@ -151,7 +150,7 @@ class GGUF(FormatWriter):
         infos = [target.info for target in found.values()]
         first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
         rope = {
-            name: Target(name, first, F32, (n,), made=Joined.constant(n, data))
+            name: OutTensor(name, first, F32, (n,), made=Joined.constant(n, data))
             for name, data in rope_bytes(model.path, model.config).items()
             if (n := len(data) // 4)
         }
@@ -167,7 +166,7 @@ class GGUF(FormatWriter):
         count = stated(self.model.config, "num_hidden_layers")
         return type(count) is not int or int(found[2]) < count  # what follows predicts more tokens
 
-    def _stacked(self, own: str, parts: Mapping[int, Target]) -> Target:
+    def _stacked(self, own: str, parts: Mapping[int, OutTensor]) -> OutTensor:
         """Return a stack of tensors by their numbers; CheckpointError if they differ."""
         listed = [parts[number] for number in sorted(parts)]
         kinds = {(t.dtype, t.quant, t.shape, t.stored and t.stored.kind) for t in listed}
@@ -183,7 +182,7 @@ class GGUF(FormatWriter):
         first = listed[0]
         stored = first.stored and replace(first.stored, shape=(count, *first.stored.shape))
         made = Joined.joined([target.source for target in listed])
-        return replace(first, shape=(count, *first.shape), made=made, stored=stored)
+        return first._replace(shape=(count, *first.shape), made=made, stored=stored)
 
     @property
     def _is_tied(self) -> bool | None:
@@ -193,7 +192,7 @@ class GGUF(FormatWriter):
             return True if self._architecture.name == "gpt2" else None
         return found if isinstance(found, bool) else None
 
-    def _target(self, own: str, name: str, target: Target) -> Target:
+    def _target(self, own: str, name: str, target: OutTensor) -> OutTensor:
         """Return a tensor to write under GGUF's name ``own``, in GGUF's order of rows and type."""
         made, shape, stays = target.made, target.shape, target.stored is not None
         stays = stays and _stored_type(target) is not None
@@ -215,7 +214,7 @@ class GGUF(FormatWriter):
         if shape[:1] == (1,) and module_of(own) in self._architecture.as_rows:
             shape = shape[1:]
         if stays:
-            return replace(target, name=own, made=made)
+            return target._replace(name=own, made=made)
         # vectors have a type of their own, and may be of a dtype that matrices may not
         if target.quant is not None and target.quant in MIXTURES:
             asked = self._mixer.kind(own, shape[-1] if shape else 1, target.quant)
@@ -224,12 +223,12 @@ class GGUF(FormatWriter):
             asked = TENSOR_TYPE_OF.get(code, TENSOR_TYPE_OF["F32"])
         kind = type_of(own, shape, asked)
         if not kind.dtype.is_packed:
-            return Target(own, target.info, kind.dtype, shape, None, made)
+            return OutTensor(own, target.info, kind.dtype, shape, None, made)
         if isinstance(target.info, Packed):
             made = made or target.source  # dequantized to F32, and quantized again
         importance = self._importance(own, shape)
         quant = kind.dtype.name
-        return Target(own, target.info, F16, shape, quant, made, importance=importance)
+        return OutTensor(own, target.info, F16, shape, quant, made, importance=importance)
 
     @cached_property
     def _mixer(self) -> Mixer:
@@ -253,7 +252,7 @@ class GGUF(FormatWriter):
             found.header.path, problem, expected, found.sums.numel, tensor=found.sums.name
         )
 
-    def tensors(self) -> Sequence[Sequence[Target]]:
+    def tensors(self) -> Sequence[Sequence[OutTensor]]:
         return [[target] for target in self._targets.values()]
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
@@ -341,7 +340,7 @@ class GGUF(FormatWriter):
         return self._tokenizer
 
 
-def _ungrouped(target: Target, keys: int, queries: int, size: int) -> Joined:
+def _ungrouped(target: OutTensor, keys: int, queries: int, size: int) -> Joined:
     """Return fused rows with all queries first, then all keys; models group them by key head."""
     row, group = math.prod(target.shape[1:]), queries + 2
     heads = [(at * group, at * group + queries) for at in range(keys)]
@@ -351,7 +350,7 @@ def _ungrouped(target: Target, keys: int, queries: int, size: int) -> Joined:
     return Joined(tuple(Slice(target.info, a * size * row, b * size * row) for a, b in heads))
 
 
-def _check_kind(model: Model, name: str, target: Target) -> None:
+def _check_kind(model: Model, name: str, target: OutTensor) -> None:
     """Refuse quantized weights that GGUF lacks; raise UnsupportedCastError for dtypes it lacks."""
     if _stored_type(target) is not None or target.quant is not None:
         return
@@ -374,12 +373,12 @@ def _check_kind(model: Model, name: str, target: Target) -> None:
         )
 
 
-def _stored_type(target: Target) -> TensorType | None:
+def _stored_type(target: OutTensor) -> TensorType | None:
     """Return the GGUF type of a weight's blocks, which are copied; None for any other tensor."""
     return BLOCKS_OF.get(target.stored.kind) if target.stored is not None else None
 
 
-def _described(target: Target) -> Described:
+def _described(target: OutTensor) -> Described:
     """Return a tensor's entry in a GGUF header, with its shape in elements."""
     if target.stored is not None:
         return Described(target.name, target.stored.shape, BLOCKS_OF[target.stored.kind])

@@ -30,7 +30,6 @@ from streamload.formats.writer import (
     Model,
     OutFile,
     OutTensor,
-    Target,
     placed,
     shards,
 )
@@ -60,7 +59,7 @@ class MLC(FormatWriter):
             raise ValueError(f"mlc takes no dtype=: quant={quant!r} says what all tensors are")
         return (PLAIN[quant].name, None) if quant in PLAIN else (DTYPES[quant].name, quant)
 
-    def tensors(self) -> Sequence[Sequence[Target]]:
+    def tensors(self) -> Sequence[Sequence[OutTensor]]:
         """Return MLC's tensors in the order of the layers; refuse a model that MLC lacks."""
         model, family = self.model, family_of(self.model)
         model.check_values(f"MLC's {model.family}", family.values)
@@ -115,7 +114,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode()
 
 
-def _as_read(model: Model, parameter: Parameter, parts: Sequence[Target]) -> Target:
+def _as_read(model: Model, parameter: Parameter, parts: Sequence[OutTensor]) -> OutTensor:
     """Return MLC's tensor to write: the sources ``parts`` joined, transposed or quantized."""
     # ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if
     # it is dequantized first or shares its source with another tensor
@@ -135,7 +134,7 @@ def _as_read(model: Model, parameter: Parameter, parts: Sequence[Target]) -> Tar
     if parameter.shift:
         made = Joined.of(first.info, shift=parameter.shift)
     if model.quant is None or not (parameter.is_linear or parameter.is_embedding):
-        return Target(name, first.info, dtype, shape, made=made)
+        return OutTensor(name, first.info, dtype, shape, made=made)
     is_shared = parameter.name == HEAD and HEAD not in parameter.sources  # the embedding
     if made is None and (isinstance(first.info, Packed) or is_shared):
         made = first.source
@@ -143,11 +142,11 @@ def _as_read(model: Model, parameter: Parameter, parts: Sequence[Target]) -> Tar
         made, shape = _strips(model, parameter, made or first.source, first, shape)
     quant = _NOT_TURNED if model.quant == _TURNED and not is_turned else model.quant
     name = name.removesuffix("weight") + CODES
-    return Target(name, first.info, dtype, shape, quant, made)
+    return OutTensor(name, first.info, dtype, shape, quant, made)
 
 
 def _strips(
-    model: Model, parameter: Parameter, made: Joined, first: Target, shape: tuple[int, ...]
+    model: Model, parameter: Parameter, made: Joined, first: OutTensor, shape: tuple[int, ...]
 ) -> tuple[Joined, tuple[int, ...]]:
     """Return a weight reordered as q4f16_0 stores it, and the shape (groups of a row, rows, 32).
 
