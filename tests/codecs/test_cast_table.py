@@ -69,6 +69,13 @@ def test_casts_every_pair(pair: tuple[DType, DType], engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16_to_float16_in_numbers(engine: Engine) -> None:
+    _, counts = run(BF16, F16, np.arange(1 << 16, dtype="u2"), engine=engine)
+    assert counts == CastCounts(overflowed=28_672, flushed=26_112, rounded=1_792)
+    assert 65_280 - counts.total == 8_704
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_clamp_touches_finite_values_alone(engine: Engine) -> None:
     largest = 65504.0
     x = np.array([largest, 65519, 65520, 1e30, np.inf, np.nan, -65520, -np.inf, 1], "f4")

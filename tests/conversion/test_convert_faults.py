@@ -358,3 +358,9 @@ def test_an_interrupt_after_any_open_leaks_nothing(
         assert _values(out).keys() == _values(tmp_path / "first").keys()
         shutil.rmtree(out)
     assert tries > 20
+
+
+@pytest.mark.parametrize("url", ["http://localhost/x", "https:/localhost/x"])
+def test_a_url_is_no_destination(source: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="written to a folder"):
+        _convert(source, url)  # type: ignore[arg-type]

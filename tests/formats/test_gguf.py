@@ -545,6 +545,15 @@ def test_settings_of_each_layer(tmp_path: Path) -> None:
         streamload.open_checkpoint(tmp_path / "other.gguf")
 
 
+def test_names_of_other_architectures_stay(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, {"blk.0.attn_q.weight": np.ones((8, 8), np.float32)}, architecture="mamba")
+    checkpoint = streamload.open_checkpoint(path)
+    assert list(checkpoint.tensors) == ["blk.0.attn_q.weight"]
+    assert not checkpoint.config
+    assert not checkpoint.turns
+
+
 def test_original_shapes_of_reshaped_tensors(tmp_path: Path) -> None:
     """Convolutions stored as rows of 256 get the shapes that the file names; five axes are read."""
     rng = np.random.default_rng(0)

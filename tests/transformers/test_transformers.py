@@ -45,6 +45,8 @@ from transformers_helpers import (  # noqa: E402
 from streamload.transformers import internals  # noqa: E402
 from streamload.transformers.rest import device_of  # noqa: E402
 
+EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "transformers_model.py"
+
 __all__ = ["quiet"]
 
 
@@ -1008,3 +1010,16 @@ def test_several_devices_need_accelerate(tmp_path: Path) -> None:
     )
     done = forked.run([sys.executable, "-c", code, folder], forked.TORCH)
     assert "pip install accelerate" in done.stdout, done.stderr
+
+
+def test_the_example_generates(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    arguments = ["--budget", "1MB", "--device", "cpu", "--count", "6", "--tokens", "5", "17", "3"]
+    done = forked.run([sys.executable, EXAMPLE, folder, *arguments], forked.TORCH)
+    assert done.returncode == 0, done.stderr
+    ids = torch.tensor([[5, 17, 3]])
+    expected = reference(folder, "llama").generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6
+    )
+    assert "budget 1000 kB" in done.stdout  # 1 MB, less 128 bytes of rotary frequencies
+    assert done.stdout.splitlines()[-1] == "tokens: " + " ".join(map(str, expected[0].tolist()))
