@@ -397,6 +397,11 @@ class Writing:
     encoder: Encoder | None = None  # from the first block to the last
     errors: QuantCounts | None = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no `Block` of this tensor holds another: it is permuted, or quantized here."""
+        return self.out.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -404,7 +404,9 @@ class _Conversion:
                         read_nbytes, sums = self._write(journal, progress)
                         if verify:
                             self._verify(self._by_key(journal), self.destination.out, progress)
-                        journal.publish(self._prepare(journal, sums))
+                        published = self._prepare(journal, sums)
+                        self._check_opens()
+                        journal.publish(published)
                     self._publish(journal, replaces=journal.replaces or overwrite)
                     finished = self._by_key(journal)
                     if verify and is_written:
@@ -512,10 +514,7 @@ class _Conversion:
     # --- publishing -------------------------------------------------------------------------------
 
     def _prepare(self, journal: Journal, sums: Mapping[str, str]) -> dict[str, str]:
-        """Write small files and sidecars; returns all paths and digests ("" for tensor files).
-
-        Raises CheckpointError if transformers opened the source and cannot open the output.
-        """
+        """Write small files and sidecars; returns all paths and digests ("" for tensor files)."""
         out, root = self.destination.out, self.destination.root
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = f"{OUT}/{small.path}", small.content
@@ -544,9 +543,14 @@ class _Conversion:
             root.write(f"{OUT}/{start}{SIDECAR}", (line.encode() for line in digests.lines()))
         for folder in ("", *self._plan.folders, *self._plan.subfolders):
             sync_folder(out / folder)
+        large = {file.path for file in self._plan.files}
+        return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
+
+    def _check_opens(self) -> None:
+        """Raise CheckpointError if transformers opened the source and cannot open the output."""
         quantizes = self._plan.verdict is not None
         source = Path(self._plan.path) if quantizes else None
-        why = self._judging.why_not_opened(out, source) if self._judging else ""
+        why = self._judging.why_not_opened(self.destination.out, source) if self._judging else ""
         if why:
             raise CheckpointError(
                 self._plan.destination,
@@ -555,8 +559,6 @@ class _Conversion:
                 if quantizes
                 else "the config.json of these tensors",
             )
-        large = {file.path for file in self._plan.files}
-        return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
 
     def _publish(self, journal: Journal, *, replaces: bool) -> None:
         """Move all files to their paths; CheckpointError if a file moved earlier has changed."""

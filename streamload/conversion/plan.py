@@ -603,22 +603,26 @@ def _chosen(
             raise CheckpointError(
                 checkpoint.path, f"{name!r} cannot be a tensor's name", tensor=tensor
             )
-    dtypes: dict[str, DType] = {}
-    for name in wanted.values():
-        info = checkpoint.tensors[name]
-        # without a rule a tensor stays as it is
-        dst = options.policy.resolve(name, info.dtype, native_bf16=True)
-        if dst is not info.dtype and isinstance(info, Packed):
-            check_target(info, dst)
-        elif dst is not info.dtype:
-            if not supported(info.dtype, dst):
-                raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
-            if (kept := kept_dtype(checkpoint.members, info)) is not None:
-                dst = kept
-            else:
-                check_cast(checkpoint.layouts, name, dst, 'keep them with the dtype "checkpoint"')
-        dtypes[name] = dst
+    dtypes = {tensor: _dtype(checkpoint, tensor, options.policy) for tensor in wanted.values()}
     return chosen, fill, dtypes
+
+
+def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
+    """Return a source tensor's output dtype; UnsupportedCastError if it cannot be cast to it."""
+    info = checkpoint.tensors[name]
+    # without a rule a tensor stays as it is
+    dst = policy.resolve(name, info.dtype, native_bf16=True)
+    if dst is info.dtype:
+        return dst
+    if isinstance(info, Packed):
+        check_target(info, dst)
+        return dst
+    if not supported(info.dtype, dst):
+        raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
+    if (kept := kept_dtype(checkpoint.members, info)) is not None:
+        return kept
+    check_cast(checkpoint.layouts, name, dst, 'keep them with the dtype "checkpoint"')
+    return dst
 
 
 def _parts(

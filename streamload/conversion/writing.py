@@ -152,43 +152,42 @@ class Writer:
                 file.sum = FileSum(file.out.nbytes, coming[file])
 
     def _cut(self, file: File) -> Iterator[Block]:
-        """Yield a file's header and unfinished tensors in blocks, in the order of the file.
-
-        A tensor that is permuted, or quantized here, shares no block with others: its blocks are
-        whole quantization units, and whole rows if they fit.
-        """
+        """Yield a file's header and unfinished tensors in blocks, in the order of the file."""
         nbytes = self._way.block_nbytes
         block = Block(file, 0)
         tensors, file.tensors = file.tensors, []  # they go as they are written
         ranges = ((t, t.out.start, t.out.stop) for t in tensors)
         for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
-            turn, coding = (tensor.out.turn, tensor.out.coding) if tensor else (None, None)
-            if tensor is None or (coding is None and (turn is None or start == stop)):
-                for first, last in cut(start, stop, nbytes, base=0):
-                    if first >= block.start + nbytes:
-                        yield block
-                        block = Block(file, first // nbytes * nbytes)
-                    block.add(tensor, first, last, nbytes)
+            if tensor is not None and tensor.is_alone:
+                if block.runs:
+                    yield block
+                yield from self._cut_units(tensor)
+                block = Block(file, stop // nbytes * nbytes)
                 continue
-            if block.runs:
-                yield block
-            out, most_nbytes = tensor.out, nbytes if turn is None else self._way.turned_nbytes
-            if coding is not None:
-                weights = None if out.importance is None else out.importance.read()
-                tensor.encoder = encoder_of(coding, out.src, weights)
-                tensor.errors = QuantCounts()
-            if turn is not None and coding is not None:
-                step = most_codes(out, coding, most_nbytes)  # a block is read at once
-            else:
-                unit_nbytes = least_nbytes(out, most_nbytes)
-                whole = most_nbytes // unit_nbytes * unit_nbytes
-                step = whole or most_nbytes // _ELEMENT * _ELEMENT
-            for first, last in cut(start, stop, step):
-                block = Block(file, first)
-                block.add(tensor, first, last, most_nbytes)
-                yield block
-            block = Block(file, stop // nbytes * nbytes)
+            for first, last in cut(start, stop, nbytes, base=0):
+                if first >= block.start + nbytes:
+                    yield block
+                    block = Block(file, first // nbytes * nbytes)
+                block.add(tensor, first, last, nbytes)
         if block.runs:
+            yield block
+
+    def _cut_units(self, tensor: Writing) -> Iterator[Block]:
+        """Yield blocks of one large tensor: whole quantization units, whole rows if they fit."""
+        out = tensor.out
+        nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
+        if out.coding is not None:
+            weights = None if out.importance is None else out.importance.read()
+            tensor.encoder = encoder_of(out.coding, out.src, weights)
+            tensor.errors = QuantCounts()
+        if out.turn is not None and out.coding is not None:
+            step = most_codes(out, out.coding, nbytes)  # a block is read at once
+        else:
+            unit_nbytes = least_nbytes(out, nbytes)
+            step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
+        for first, last in cut(out.start, out.stop, step):
+            block = Block(tensor.file, first)
+            block.add(tensor, first, last, nbytes)
             yield block
 
     def _next_block(self) -> Block | None:

@@ -5,9 +5,8 @@ the format's row (`Format.writes`). An instance serves one conversion. It works 
 two steps. `FormatWriter.tensors` lists each `OutTensor` with the format's own names and dtypes,
 joined from tensors of the source (`Joined`: permuted, transposed, padded, with constants
 between them), and optionally quantized. The planner replaces a quantized weight by its parts
-(values, scales). `FormatWriter.files` gives the bytes of each file's
-header and the offset of each tensor (`placed`); `FormatWriter.documents` makes small files for the
-same folder.
+(values, scales). `FormatWriter.files` gives the bytes of each file's header and the offset of each
+tensor (`placed`); `FormatWriter.documents` makes small files for the same folder.
 
 `streamload.conversion` reads, casts, quantizes, digests, writes, journals, resumes and verifies the
 bytes, and knows nothing of the format. Gaps between the header and the tensors are zeros.
@@ -225,12 +224,14 @@ class OutTensor(NamedTuple):
     @property
     def reads(self) -> Counter[Location]:
         """Bytes that are read for it, by source file; none for by-products of quantizing."""
+        if self.is_auxiliary:
+            return Counter()
+        if self.made is None:
+            return Counter({self.info.shard: self.info.nbytes})
         found = Counter[Location]()
-        for piece in self.made.pieces if self.made is not None else ():
-            if piece.info is not None and not self.is_auxiliary:
+        for piece in self.made.pieces:
+            if piece.info is not None:
                 found[piece.info.shard] += piece.read_nbytes
-        if self.made is None and not self.is_auxiliary:
-            found[self.info.shard] = self.info.nbytes
         return found
 
     @property
